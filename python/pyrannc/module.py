@@ -286,20 +286,16 @@ class RaNNCModule(DeployedModel):
 
     def _before_backward(
         self, deployment: Deployment, variant: Variant, call: AgreedCall
-    ) -> Callable[[Sequence[Tensor | None]], bool]:
-        """What a backward begins with, given the gradients of the call's outputs; it also says how it will end.
-
-        It tells whether a ``GradScaler`` may ask for overflow, whatever the loss is multiplied by.
-        """
+    ) -> Callable[[Sequence[Tensor | None]], None]:
+        """What a backward begins with, given the gradients of the call's outputs; it also says how it will end."""
         answered, optimizer, store = _answered(call, variant), self._user_optimizer, deployment.store
         stages, share = deployment.stages, call.batch.own_count / call.batch.total
-        delivery = deployment.gradients.delivery
         spread = store.divided is not None and bool(store.divided.spread)
 
-        def begin(grads: Sequence[Tensor | None]) -> bool:
+        def begin(grads: Sequence[Tensor | None]) -> None:
             answered()
-            at_end_of_backward(lambda: finish_backward(store, optimizer, delivery, share, stages=stages, spread=spread))
-            return (stages > 1 or spread) and (optimizer is None or optimizer.may_be_scaled())
+            scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
+            at_end_of_backward(lambda: finish_backward(store, optimizer, share, scale, stages=stages, spread=spread))
 
         return begin
 

@@ -88,7 +88,7 @@ def _with_gradient(grad: Tensor) -> nn.Parameter:
 
 
 def overflowed() -> list[list[bool]]:
-    """What is told of the gradients that are judged together, and of the others."""
+    """What is told of three gradients that only two ranks have."""
     process.ensure_process_group()
     rank = process.get_rank()
 
@@ -97,22 +97,20 @@ def overflowed() -> list[list[bool]]:
         for number in bad:
             if rank == 1:
                 grads[number].view(-1)[1] = float("nan")
-        first, *others = [_with_gradient(grad) for grad in grads]
-        listed = [_with_gradient(torch.ones(0)), first]
         with double_precision():
-            of_others = [None if rank == 2 else param for param in others]
-            flags: list[bool] = share_overflow(lambda: listed, of_others, None, HOST).tolist()
+            params = [None if rank == 2 else _with_gradient(grad) for grad in grads]
+            flags: list[bool] = share_overflow([None, *params], torch.zeros(4, dtype=torch.float32))[0].tolist()
         return flags
 
     return [told(), told(0), told(1), told(0, 1), told(0, 2)]
 
 
 def test_overflow_of_one_rank_is_that_of_all(ranks: Ranks) -> None:
-    told = [[flag == "1" for flag in flags] for flags in ("000", "100", "010", "110", "101")]
+    told = [[flag == "1" for flag in flags] for flags in ("0000", "0100", "0010", "0110", "0101")]
     assert ranks(3).run(overflowed) == [told] * 3
 
 
-def test_what_lies_between_buckets_is_no_overflow() -> None:
+def test_what_lies_between_buckets_is_finite() -> None:
     params = [SharedParam(f"p{numel}", nn.Parameter(torch.ones(numel)), (0,)) for numel in (3, 64, 5)]
     facts = BucketsFacts(
         groups=((0,),), buckets=tuple(BucketFacts(0, (place,), "none", (), None) for place in range(3))

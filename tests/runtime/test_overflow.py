@@ -17,7 +17,7 @@ import pyrannc
 from tests.ranks import RankPool
 
 from .equivalence import local_slice
-from .plans import cut_plan, graph_of, possible_cuts
+from .plans import cut_plan, divided, graph_of, possible_cuts
 
 
 class Layers(nn.Module):
@@ -41,23 +41,25 @@ class Blocks(Layers):
         return super().forward(x).square().mean()
 
 
-Setting: TypeAlias = "tuple[str | None, dict[str, str]]"
-"""A plan file, and variables."""
+PlanOf: TypeAlias = Callable[[nn.Module], str]
+"""A plan file for a module of :class:`Layers`."""
 
 
-@pytest.fixture(params=["Stages", "ZeRO 3"])
-def setting(request: pytest.FixtureRequest, tmp_path: Path) -> Setting:
-    if request.param == "ZeRO 3":
-        return None, {"RANNC_ENABLE_ZERO": "3"}
-    return two_stages(Blocks(), tmp_path), {}
-
-
-def two_stages(module: nn.Module, folder: Path) -> str:
-    """A plan file that cuts the module in the middle."""
+def write_plan(module: nn.Module, folder: Path, sharding: str | None) -> str:
+    """A plan file with a Stage on each of two ranks, or with one whose Replicas divide so much."""
     graph = graph_of(module, (torch.ones(8, 3, 6, dtype=torch.float64),), {}, 8)
-    cuts = possible_cuts(graph)
-    cut_plan(graph, [cuts[len(cuts) // 2]], [[0], [1]], 2, 8).write(folder / "plan.json")
+    if sharding is None:
+        cuts = possible_cuts(graph)
+        plan = cut_plan(graph, [cuts[len(cuts) // 2]], [[0], [1]], 2, 8)
+    else:
+        plan = divided(cut_plan(graph, [], [[0, 1]], 2, 8), sharding)
+    plan.write(folder / "plan.json")
     return str(folder / "plan.json")
+
+
+@pytest.fixture(params=[None, "gradients", "params"])
+def plan_of(request: pytest.FixtureRequest, tmp_path: Path) -> PlanOf:
+    return partial(write_plan, folder=tmp_path, sharding=request.param)
 
 
 Wrap: TypeAlias = Callable[[nn.Module, "Optimizer | None"], nn.Module]
@@ -178,6 +180,42 @@ def _moved(wrap: Wrap, batch: Batch) -> Steps:
         yield wrapped(batch(step, step // 2 % 3 if step % 2 else None)), optimizers
 
 
+def _moved_late(wrap: Wrap, batch: Batch) -> Steps:
+    """Layers are moved between a backward and its step, of which those that stay are finite."""
+    net = Blocks()
+    optimizer = SGD(net.parameters(), lr=0.01)
+    wrapped = wrap(net, optimizer)
+    yield wrapped(batch(0)), [optimizer]
+    yield wrapped(batch(1, 2)), []
+    moved = [param for layer in net.layers[1:] for param in layer.parameters()]
+    optimizer.param_groups[0]["params"] = list(net.layers[0].parameters())
+    yield torch.zeros((), requires_grad=True), [optimizer, SGD(moved, lr=0.01)]
+
+
+def _partly_frozen(wrap: Wrap, batch: Batch, *, frozen: Sequence[int]) -> Steps:
+    """What is frozen is listed too, and one rank may hold all that trains."""
+    net = Blocks()
+    for number in frozen:
+        net.layers[number].requires_grad_(False)
+    trained = next(number for number in range(3) if number not in frozen)
+    optimizer = SGD(net.parameters(), lr=0.01)
+    wrapped = wrap(net, optimizer)
+    for step in range(8):
+        yield wrapped(batch(step, trained if step % 2 else None)), [optimizer]
+
+
+def _of_own_lists(wrap: Wrap, batch: Batch) -> Steps:
+    """The script leaves each rank's optimizer what that rank holds."""
+    net = Blocks()
+    optimizer = SGD(net.parameters(), lr=0.01)
+    wrapped = wrap(net, optimizer)
+    yield wrapped(batch(0)), [optimizer]
+    if isinstance(wrapped, pyrannc.RaNNCModule):
+        optimizer.param_groups[0]["params"] = [param for _, param in wrapped.named_parameters(from_global=False)]
+    for step in range(1, 6):
+        yield wrapped(batch(step, step // 2 % 3 if step % 2 else None)), [optimizer]
+
+
 OVERFLOWING: list[Script] = [
     _of_one_optimizer,
     *(partial(_of_one_optimizer_of_three, given=given) for given in (None, 0, 1, 2)),
@@ -186,7 +224,9 @@ OVERFLOWING: list[Script] = [
     _of_a_head_alone,
     _frozen,
     _accumulated,
-    _moved,
+    _moved_late,
+    _of_own_lists,
+    *(partial(_partly_frozen, frozen=frozen) for frozen in ((0,), (2,), (0, 1), (1, 2))),
 ]
 FINITE: list[Script] = [_large, partial(_cleaned, given=False), partial(_cleaned, given=True)]
 """Those whose gradients are finite when the scaler looks."""
@@ -219,39 +259,44 @@ def scaled(
         if optimizers:
             scaler.update()
             scales.append(scaler.get_scale())
-    if module and file is not None:
-        for net in nets:
-            layers = {name.split(".")[1] for name, _ in net.named_parameters(from_global=False)}
-            assert 0 < len(layers) < 3, "both Stages have layers"
+    for net in nets if module else []:
+        layers = {name.split(".")[1] for name, _ in net.named_parameters(from_global=False)}
+        assert 0 < len(layers) < (3 if len(net.plan["stages"]) > 1 else 4), "both Stages have layers"
     return scales, [param for net in nets for param in net.state_dict().values()]
+
+
+def judged(ranks: Callable[[int], RankPool], plan_of: PlanOf, steps: Script, **scaler: Any) -> list[float]:
+    """The scales, where scales and parameters are those of one process."""
+    module = Blocks()
+    for number in getattr(steps, "keywords", {}).get("frozen", ()):
+        module.layers[number].requires_grad_(False)
+    scales, right = scaled(steps, None, module=False, **scaler)
+    found = ranks(2).run(partial(scaled, module=True, **scaler), steps, plan_of(module))
+    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
+    for param, expected in zip(found[0][1], right, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
+    return scales
 
 
 @pytest.mark.parametrize("steps", [*OVERFLOWING, *FINITE])
 def test_a_scaler_judges_what_an_optimizer_has_to_step(
-    ranks: Callable[[int], RankPool], setting: Setting, steps: Script
+    ranks: Callable[[int], RankPool], plan_of: PlanOf, steps: Script
 ) -> None:
-    file, env = setting
-    scales, right = scaled(steps, None, module=False)
+    scales = judged(ranks, plan_of, steps)
     assert any(after < before for before, after in pairwise(scales)) == (steps in OVERFLOWING)
-    found = ranks(2).run(partial(scaled, module=True), steps, file, env=env)
-    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
-    for param, expected in zip(found[0][1], right, strict=True):
-        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("steps", OVERFLOWING[:5])
-def test_a_scaler_judges_where_its_scale_is_1(
-    ranks: Callable[[int], RankPool], setting: Setting, steps: Script
-) -> None:
-    file, env = setting
+@pytest.mark.parametrize("steps", [*OVERFLOWING[:5], *OVERFLOWING[-4:]])
+def test_a_scaler_judges_where_its_scale_is_1(ranks: Callable[[int], RankPool], plan_of: PlanOf, steps: Script) -> None:
     # It doubles at each step, and is halved where gradients overflow.
-    job = partial(scaled, init_scale=0.5, growth_interval=1)
-    scales, right = job(steps, None, module=False)
-    assert scales == [1.0, 0.5] * 4
-    found = ranks(2).run(partial(job, module=True), steps, file, env=env)
-    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
-    for param, expected in zip(found[0][1], right, strict=True):
-        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
+    assert judged(ranks, plan_of, steps, init_scale=0.5, growth_interval=1) == [1.0, 0.5] * 4
+
+
+def test_layers_that_are_moved_by_hand_are_judged_with_their_optimizer(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """Divided parameters cannot be moved: an optimizer that the model was not given is refused there."""
+    judged(ranks, partial(write_plan, folder=tmp_path, sharding=None), _moved)
 
 
 def unscaled(file: str | None, *, module: bool) -> list[Tensor]:
@@ -269,9 +314,9 @@ def unscaled(file: str | None, *, module: bool) -> list[Tensor]:
     return list(wrapped.state_dict().values())
 
 
-def test_without_a_scaler_overflow_stays_where_it_is(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_without_a_scaler_overflow_stays_where_it_is(ranks: Callable[[int], RankPool], plan_of: PlanOf) -> None:
     right = unscaled(None, module=False)
     assert [bool(param.isfinite().all()) for param in right] == [True, True, False, True, True, True]
-    found = ranks(2).run(partial(unscaled, module=True), two_stages(Layers(), tmp_path))[0]
+    found = ranks(2).run(partial(unscaled, module=True), plan_of(Layers()))[0]
     for param, expected in zip(found, right, strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12, equal_nan=True)

@@ -58,8 +58,7 @@ class Step:
         variant: the captured call.
         options: how its backward runs.
         rows: of the global batch.
-        before_backward: given the gradients of the distinct outputs, tells whether somebody may ask if those of
-            parameters are finite though the loss was not scaled; raises, on all ranks, when there must be none.
+        before_backward: given the gradients of the distinct outputs; raises, on all ranks, when there must be none.
         recordings: of runs as CUDA graphs; without them the Actions are carried out one after another.
 
     Attributes:
@@ -75,7 +74,7 @@ class Step:
         variant: Variant,
         options: StepOptions,
         rows: BatchRows,
-        before_backward: Callable[[Sequence[Tensor | None]], bool] = lambda _: False,
+        before_backward: Callable[[Sequence[Tensor | None]], None] = lambda _: None,
         recordings: Recordings | None = None,
     ) -> None:
         self._context = context
@@ -214,7 +213,7 @@ class Step:
         self._refuse_backward()
         keep = keep_graph or self._options.keep_graph
         self._done = not keep
-        judge = self._before_backward(grads)
+        self._before_backward(grads)
         reduce = not switches().delay_grad_allreduce
         by_value = dict(zip(self._outputs, grads, strict=True))
         scale = None if self._loss is None else scale_of(by_value, self._loss, self._variant.whole.facts)
@@ -223,7 +222,7 @@ class Step:
             self._run_backward(by_value, keep_graph=keep, reduce=reduce)
             self._summed = reduce
         if for_params:
-            self._deliver(scale, keep=keep and scale is not None, sum_now=reduce, judge=judge)
+            self._deliver(scale, keep=keep and scale is not None, sum_now=reduce)
         reached = self._variant.reached(self._wanted)
         found = [
             self._input_grads.get(value) if self._variant.whole_of[value] in reached else None
@@ -247,12 +246,10 @@ class Step:
                 "other parameters; call backward() before that"
             )
 
-    def _deliver(self, scale: Tensor | None, *, keep: bool, sum_now: bool, judge: bool) -> None:
+    def _deliver(self, scale: Tensor | None, *, keep: bool, sum_now: bool) -> None:
         current = self._run.current
         assert current is not None, "a call that trains has gradients"
-        self._context.gradients.deliver(
-            current, self._active, scale, keep=keep, summed=self._summed, sum_now=sum_now, judge=judge
-        )
+        self._context.gradients.deliver(current, self._active, scale, keep=keep, summed=self._summed, sum_now=sum_now)
         self._summed = self._summed or sum_now
 
     def _for_giver(self, value: int, grad: Tensor | None) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,6 @@ from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job import agree, process
 from pyrannc.job.exchange import sum_over_ranks
 from pyrannc.job.faults import collective
-from pyrannc.store.delivery import Delivery
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.overflow import share_overflow
 from pyrannc.store.spread_tensor import own_gradients
@@ -23,8 +23,8 @@ from pyrannc.store.unscale import tell_of_overflow
 def finish_backward(
     store: ParamStore,
     optimizer: UserOptimizer | None,
-    delivery: Delivery,
     share: float,
+    scale: Tensor | None,
     *,
     stages: int,
     spread: bool,
@@ -34,8 +34,8 @@ def finish_backward(
     Args:
         store: of the model that was called.
         optimizer: the model's.
-        delivery: of this rank's gradients.
         share: this rank's rows of the call, as a share of the global batch; over all ranks they make 1.
+        scale: what the loss was multiplied by; None if that is not known.
         stages: of the Plan; the ranks of one Stage have the same gradients anyway,
         spread: unless each keeps a part of some.
     """
@@ -48,24 +48,31 @@ def finish_backward(
         if everywhere:
             average(everywhere, share)
         if stages > 1 or spread:
-            _judge_overflow(store, optimizer, delivery)
+            _judge_overflow(store, optimizer, scale)
 
 
-def _judge_overflow(store: ParamStore, optimizer: UserOptimizer | None, delivery: Delivery) -> None:
+def _judge_overflow(store: ParamStore, optimizer: UserOptimizer | None, scale: Tensor | None) -> None:
     """Lets what unscales gradients know of those of all ranks. All ranks call it."""
-    listed_ids = frozenset() if optimizer is None else optimizer.listed_ids
-    numbered = enumerate(map(id, store.used.values()), start=1)
-    places = {param: place for place, param in numbered if param not in listed_ids}
-    others = [param if id(param) in places and store.is_local(name) else None for name, param in store.used.items()]
-    # The delivery may have judged all gradients here as it scaled them.
-    known = delivery.take_overflow()
-    if own_gradients(param for param in others if param is not None):
-        known = None
-    listed = optimizer.listed if optimizer is not None else list
-    overflow = share_overflow(listed, others, known, process.own_device())
+    rank = process.get_rank()
+    here = [param if rank in store.holders[name] else None for name, param in store.used.items()]
+    if optimizer is None:
+        listed = torch.zeros(len(here), device=process.own_device(), dtype=torch.float32)
+    else:
+        listed = optimizer.listed_of(list(store.used.values()))
+    overflow, listed_somewhere = share_overflow(here, listed)
     with DisableTorchFunctionSubclass():
-        trained = [id(param) for param in store.params.values() if param.requires_grad]
-    tell_of_overflow(store, overflow, {param: places.get(param, 0) for param in trained})
+        trained = {id(param): place for place, param in enumerate(store.used.values()) if param.requires_grad}
+    tell_of_overflow(store, overflow, trained)
+    if optimizer is not None and not optimizer.meets_others():
+        _spoil_own(optimizer, (overflow & listed_somewhere).any(), scale)
+
+
+def _spoil_own(optimizer: UserOptimizer, overflow: Tensor, scale: Tensor | None) -> None:
+    """Where a script has left nothing in the optimizer's lists that could be asked, a gradient has to tell it."""
+    grads = own_gradients(optimizer.listed())
+    if grads:
+        spoilt = overflow if scale is None else overflow & (scale.detach() != 1).any().to(overflow.device)
+        grads[0][(0,) * grads[0].dim()].masked_fill_(spoilt.to(grads[0].device), math.inf)
 
 
 def average(params: Sequence[Tensor], share: float) -> None:

@@ -55,8 +55,7 @@ class Delivery:
             self._watch(name) for name in self._params if name in spread and not is_spread(self._params[name])
         ]
         self._tokens: dict[frozenset[str], Tensor] = {}
-        self._given: list[tuple[int, GradientSet, Set[str], Tensor | None]] = []
-        self._overflow: Tensor | None = None
+        self._given: list[tuple[int, GradientSet, Set[str]]] = []
         self._spare: GradientSet | None = None
 
     # A script may compute with a parameter outside of the model too: torch adds up whole gradients only.
@@ -80,7 +79,6 @@ class Delivery:
             if not self._set_aside:
                 at_end_of_backward(self._put_back)
             self._set_aside[name], param.grad = param.grad, None
-            self._overflow = None
 
     def _put_back(self) -> None:
         """Adds to the pieces what has come to whole gradients."""
@@ -134,27 +132,18 @@ class Delivery:
 
     def is_about_to_give(self, gradients: GradientSet) -> bool:
         """True where the backward that is running has yet to hand them over: another call's comes before."""
-        return any(item is gradients for _, item, _, _ in self._given)
+        return any(item is gradients for _, item, _ in self._given)
 
-    def give(self, gradients: GradientSet, active: Set[str], overflow: Tensor | None) -> None:
+    def give(self, gradients: GradientSet, active: Set[str]) -> None:
         """Sends gradients on to the parameters, in the backward that is running.
 
         Args:
             gradients: not to be written to while they are held.
             active: the parameters that get theirs.
-            overflow: 1 if some of them is not finite, else 0, or if nobody may ask; ``None`` if nobody has looked.
         """
         task = graph_task()
         self._given = [given for given in self._given if given[0] == task]
-        self._given.append((task, gradients, active, overflow))
-
-    def take_overflow(self) -> Tensor | None:
-        """At the end of a backward, once: 1 if gradients in ``.grad`` are not finite, else 0, or if nobody may ask.
-
-        ``None`` if what was given does not tell, as with hooks, or with gradients from before.
-        """
-        overflow, self._overflow = self._overflow, None
-        return overflow
+        self._given.append((task, gradients, active))
 
     def _deliver(self, names: list[str]) -> list[Tensor | None]:
         """Hands over what all calls have given in the backward that is running; returns what torch has to."""
@@ -165,8 +154,7 @@ class Delivery:
             # torch gives none to what was frozen after the call.
             all_train = all(map(_requires_grad, self._params.values()))
             frozen = [] if all_train else [name for name, param in self._params.items() if not param.requires_grad]
-        found = _sum([_of(item, active, frozen) for _, item, active, _ in given])
-        self._overflow = given[0][3] if len(given) == 1 else None
+        found = _sum([_of(item, active, frozen) for _, item, active in given])
         everything = runs_in_backward(self._of_nothing)
         # Hooks run in one order on all ranks: they may sum over these.
         hooked = [name for name in self._hooked() if name in found]
@@ -176,8 +164,6 @@ class Delivery:
             rest = {name: found[name] for name in hooked}
             self._set({name: grad for name, grad in found.items() if name not in hooked} if hooked else found)
             found = rest
-        if found:
-            self._overflow = None
         gradients = [found.get(name) for name in names]
         late = {name: grad for name, grad in found.items() if name not in names} if everything else {}
         if late:
@@ -210,7 +196,6 @@ class Delivery:
         for param, new in whole:
             _add_whole(param, new)
         if known:
-            self._overflow = None
             add_each([own_piece(grad) for grad, _ in known], [own_piece(new) for _, new in known])
 
     def _give_at_once(self, gradients: Mapping[str, Tensor]) -> None:

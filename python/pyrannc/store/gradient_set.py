@@ -141,7 +141,7 @@ def _flats_of(buckets: Sequence[Bucket]) -> dict[Types, Tensor]:
     device = buckets[0].device if buckets else None
     flats = {types: torch.empty(numel, dtype=types[0], device=device) for types, numel in sizes.items()}
     for bucket in buckets:
-        # Who looks for overflow reads what lies between buckets too.
+        # What lies between buckets is scaled, and may travel, with them.
         flats[bucket.types][bucket.start + bucket.kept[1] - bucket.kept[0] : bucket.start + bucket.kept_room].zero_()
     return flats
 

@@ -294,15 +294,7 @@ class Gradients:
     # For the user
 
     def deliver(
-        self,
-        current: GradientSet,
-        active: Set[str],
-        scale: Tensor | None,
-        *,
-        keep: bool,
-        summed: bool,
-        sum_now: bool,
-        judge: bool,
+        self, current: GradientSet, active: Set[str], scale: Tensor | None, *, keep: bool, summed: bool, sum_now: bool
     ) -> None:
         """Gives the gradients, times ``scale``, to the node that leads to the parameters.
 
@@ -311,7 +303,6 @@ class Gradients:
             keep: leave ``current`` as it is, to be delivered once more.
             summed: ``current`` has been summed over ranks.
             sum_now: what is delivered is to be summed; otherwise a later reduction does that.
-            judge: somebody may ask whether gradients are finite though ``scale`` is 1.
         """
         if sum_now and not summed:
             self._sum_all(current)
@@ -321,9 +312,10 @@ class Gradients:
             self._share_out()
             self.pending = True
         given = current.copy() if keep else current
-        overflow = None if scale is None else scale_each(list(given.flats.values()), scale, judge=judge)
-        rounded = given.settle()
-        self.delivery.give(given, active, None if rounded else overflow)
+        if scale is not None:
+            scale_each(list(given.flats.values()), scale)
+        given.settle()
+        self.delivery.give(given, active)
 
     def _sum_all(self, current: GradientSet) -> None:
         for index, bucket in enumerate(self._buckets):

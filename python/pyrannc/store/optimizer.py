@@ -20,12 +20,13 @@ from pyrannc.job.faults import collective
 from pyrannc.store.by_element import is_by_element
 from pyrannc.store.carry import Route, carry
 from pyrannc.store.divided import DividedParams, part_of_state, whole_state
+from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
-from pyrannc.store.own_listed import begin_sharing, end_failed_step, own_listed, step_with_own, steps_of
+from pyrannc.store.own_listed import begin_sharing, end_failed_step, own_listed, step_with_own
 from pyrannc.store.param_lists import Listed, ParamLists
-from pyrannc.store.spread_tensor import is_absent
+from pyrannc.store.spread_tensor import is_absent, is_spread
 from pyrannc.store.store import ParamStore
-from pyrannc.store.unscale import forget_overflow, unscalings
+from pyrannc.store.unscale import forget_overflow
 from pyrannc.switches import switches
 
 
@@ -57,8 +58,8 @@ class UserOptimizer:
         self.optimizer = optimizer
         self._lists: ParamLists | None = None
         self._first_has_state = False
-        self._may_be_scaled = True
-        self._seen = (0, 0)
+        self._listed_key: tuple[frozenset[int], tuple[int, ...]] | None = None
+        self._listed_flags = torch.empty(0)
         self._plain_state_dict = optimizer.state_dict
         self._plain_load_state_dict = optimizer.load_state_dict
         self._plain_add_param_group = optimizer.add_param_group
@@ -101,15 +102,22 @@ class UserOptimizer:
         """The parameters that this rank updates."""
         return (param for param in _listed(self.optimizer) if not is_absent(param))
 
-    def may_be_scaled(self) -> bool:
-        """False where it has stepped lately, and no ``GradScaler`` has looked at its gradients before."""
-        now = unscalings(), steps_of(self.optimizer)
-        (unscaled, stepped), self._seen = (was != is_now for was, is_now in zip(self._seen, now, strict=True)), now
-        if unscaled:
-            self._may_be_scaled = True
-        elif stepped and self._may_be_scaled:
-            self._may_be_scaled = self._lists is None or not self._lists.are_foreign
-        return self._may_be_scaled
+    def listed_of(self, params: Sequence[Tensor]) -> Tensor:
+        """Those of a model's parameters that it lists now: 1, else 0, in float32 on this rank's device."""
+        key = self.listed_ids, tuple(map(id, params))
+        if key != self._listed_key:
+            flags = [float(param in key[0]) for param in key[1]]
+            self._listed_key = key
+            self._listed_flags = torch.tensor(flags, dtype=torch.float32, device=process.own_device())
+        return self._listed_flags
+
+    def meets_others(self) -> bool:
+        """True where it lists what other ranks have a part of, or all, or of whose gradient they have."""
+        with DisableTorchFunctionSubclass():
+            return any(
+                is_elsewhere(param) or is_spread(param) or (param.grad is not None and is_spread(param.grad))
+                for param in _listed(self.optimizer)
+            )
 
     # Deployment
 

@@ -121,12 +121,6 @@ class ParamLists:
         everyone = process.get_world_size()
         return any(item.parts or len(item.ranks) < everyone for item in self.all())
 
-    @property
-    def are_foreign(self) -> bool:
-        """True when this rank lacks some parameter, or a part of its state."""
-        rank = process.get_rank()
-        return any(item.parts or rank not in item.ranks for item in self.all())
-
     # What the ranks must agree on
 
     def agree(self) -> None:

@@ -21,12 +21,6 @@ class _Told:
 
 
 _told: WeakKeyDictionary[object, _Told] = WeakKeyDictionary()
-_unscalings = 0
-
-
-def unscalings() -> int:
-    """How often a scaler has looked at gradients of which other ranks have a part, or all."""
-    return _unscalings
 
 
 def tell_of_overflow(model: object, overflow: Tensor, places: dict[int, int]) -> None:
@@ -34,8 +28,8 @@ def tell_of_overflow(model: object, overflow: Tensor, places: dict[int, int]) ->
 
     Args:
         model: whose gradients they are; nothing is told any more once it is gone.
-        overflow: true where some are not: of parameters that are judged together, or of one.
-        places: of all of its parameters there that are trained, by ``id``; it is kept.
+        overflow: true where one is not.
+        places: of its parameters there that are trained, by ``id``; it is kept.
     """
     _told[model] = _Told(overflow, places)
 
@@ -65,8 +59,6 @@ def unscale_own(
         found: becomes 1 where one is not finite, on any rank.
         scale: to multiply them by.
     """
-    global _unscalings
-    _unscalings += 1
     if own:
         func(list(own), found, scale)
     flags = [
