@@ -64,11 +64,11 @@ def _judge_overflow(store: ParamStore, optimizer: UserOptimizer | None, scale: T
         trained = {id(param): place for place, param in enumerate(store.used.values()) if param.requires_grad}
     tell_of_overflow(store, overflow, trained)
     if optimizer is not None and not optimizer.meets_others():
-        _spoil_own(optimizer, (overflow & listed_somewhere).any(), scale)
+        _spoil_own(optimizer, (overflow & listed_somewhere & (listed == 0)).any(), scale)
 
 
 def _spoil_own(optimizer: UserOptimizer, overflow: Tensor, scale: Tensor | None) -> None:
-    """Where a script has left nothing in the optimizer's lists that could be asked, a gradient has to tell it."""
+    """Where a script has left the optimizer nothing that could be asked, a gradient tells of those of other ranks."""
     grads = own_gradients(optimizer.listed())
     if grads:
         spoilt = overflow if scale is None else overflow & (scale.detach() != 1).any().to(overflow.device)

@@ -22,7 +22,7 @@ from pyrannc.store.carry import Route, carry
 from pyrannc.store.divided import DividedParams, part_of_state, whole_state
 from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
-from pyrannc.store.own_listed import begin_sharing, end_failed_step, own_listed, step_with_own
+from pyrannc.store.own_listed import all_listed, begin_sharing, end_failed_step, own_listed, step_with_own
 from pyrannc.store.param_lists import Listed, ParamLists
 from pyrannc.store.spread_tensor import is_absent, is_spread
 from pyrannc.store.store import ParamStore
@@ -79,10 +79,7 @@ class UserOptimizer:
     @property
     def listed_ids(self) -> frozenset[int]:
         """``id`` of the parameters of all ranks that it lists now; none while no model is deployed."""
-        if self._lists is None:
-            return frozenset()
-        end_failed_step(self.optimizer)
-        return frozenset(map(id, _listed(self.optimizer)))
+        return frozenset() if self._lists is None else frozenset(map(id, all_listed(self.optimizer)))
 
     def all(self) -> list[Tensor]:
         """The parameters of all ranks."""
@@ -116,7 +113,7 @@ class UserOptimizer:
         with DisableTorchFunctionSubclass():
             return any(
                 is_elsewhere(param) or is_spread(param) or (param.grad is not None and is_spread(param.grad))
-                for param in _listed(self.optimizer)
+                for param in all_listed(self.optimizer)
             )
 
     # Deployment

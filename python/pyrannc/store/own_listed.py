@@ -60,6 +60,13 @@ def own_listed(optimizer: Optimizer) -> Iterator[None]:
         _show(optimizer)
 
 
+def all_listed(optimizer: Optimizer) -> list[Tensor]:
+    """What the optimizer lists outside of its steps."""
+    hidden = _hidden.get(optimizer)
+    whole = {} if hidden is None else {id(group): listed["params"] for group, listed, _ in hidden.groups}
+    return [param for group in optimizer.param_groups for param in whole.get(id(group), group["params"])]
+
+
 def end_failed_step(optimizer: Optimizer) -> None:
     """Lists all parameters again if a step has failed since: nobody is told of that."""
     hidden = _hidden.get(optimizer)
