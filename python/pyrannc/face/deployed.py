@@ -139,9 +139,8 @@ class DeployedModel(StateOfModel):
         )
 
     def _note_used_params(self, store: ParamStore) -> None:
-        used = {name: param for name, param in self.name_to_param.items() if name in store.holders}
-        self.used_param_ids = set(map(id, used.values()))
-        unused = [name for name in self.name_to_param if name not in used]
+        self.used_param_ids = set(map(id, store.used.values()))
+        unused = [name for name in self.name_to_param if name not in store.used]
         if unused and self._check_unused and process.get_rank() == 0:
             _log.warning("the model does not use these parameters, so it does not train them: %s", ", ".join(unused))
 

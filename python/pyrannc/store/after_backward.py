@@ -53,8 +53,8 @@ def finish_backward(
 
 def _judge_overflow(store: ParamStore, optimizer: UserOptimizer | None, scale: Tensor | None) -> None:
     """Lets what unscales gradients know of those of all ranks. All ranks call it."""
-    rank = process.get_rank()
-    here = [param if rank in store.holders[name] else None for name, param in store.used.items()]
+    local = store.local_params()
+    here = [local.get(name) for name in store.used]
     if optimizer is None:
         listed = torch.zeros(len(here), device=process.own_device(), dtype=torch.float32)
     else:

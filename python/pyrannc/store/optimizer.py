@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -24,7 +24,7 @@ from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
 from pyrannc.store.own_listed import all_listed, begin_sharing, end_failed_step, own_listed, step_with_own
 from pyrannc.store.param_lists import Listed, ParamLists
-from pyrannc.store.spread_tensor import is_absent, is_spread
+from pyrannc.store.spread_tensor import is_spread
 from pyrannc.store.store import ParamStore
 from pyrannc.store.unscale import forget_overflow
 from pyrannc.switches import switches
@@ -79,7 +79,7 @@ class UserOptimizer:
     @property
     def listed_ids(self) -> frozenset[int]:
         """``id`` of the parameters of all ranks that it lists now; none while no model is deployed."""
-        return frozenset() if self._lists is None else frozenset(map(id, all_listed(self.optimizer)))
+        return frozenset() if self._lists is None else frozenset(map(id, self.listed()))
 
     def all(self) -> list[Tensor]:
         """The parameters of all ranks."""
@@ -95,9 +95,9 @@ class UserOptimizer:
         """Each element of a parameter is updated by itself."""
         return is_by_element(self.optimizer, process.own_device())
 
-    def listed(self) -> Iterator[Tensor]:
-        """The parameters that this rank updates."""
-        return (param for param in _listed(self.optimizer) if not is_absent(param))
+    def listed(self) -> list[Tensor]:
+        """The parameters that it lists now, outside of its steps."""
+        return all_listed(self.optimizer)
 
     def listed_of(self, params: Sequence[Tensor]) -> Tensor:
         """Those of a model's parameters that it lists now: 1, else 0, in float32 on this rank's device."""
@@ -113,7 +113,7 @@ class UserOptimizer:
         with DisableTorchFunctionSubclass():
             return any(
                 is_elsewhere(param) or is_spread(param) or (param.grad is not None and is_spread(param.grad))
-                for param in all_listed(self.optimizer)
+                for param in self.listed()
             )
 
     # Deployment
@@ -396,10 +396,6 @@ def _own_part(item: Listed, state: Any) -> Any:
     """Of the state of a whole parameter what this rank keeps."""
     part = item.part_on(process.get_rank())
     return state if part is None or not isinstance(state, Mapping) else part_of_state(state, item.param, part)
-
-
-def _listed(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @torch.no_grad()

@@ -27,24 +27,21 @@ def share_overflow(params: Sequence[Tensor | None], listed: Tensor) -> tuple[Ten
     """
     device = listed.device
     grads = [None if param is None else own_gradient(param) for param in params]
-    present = [grad for grad in grads if grad is not None and grad.numel()]
+    present = {place: grad for place, grad in enumerate(grads) if grad is not None and grad.numel()}
     found = torch.zeros(len(params), dtype=torch.float32, device=device)
     if present:
-        places = [place for place, grad in enumerate(grads) if grad is not None and grad.numel()]
-        largest = torch.stack([norm.to(device) for norm in largest_of_each(present)])
-        flags = (~largest.isfinite()).float()
-        found = flags if len(present) == len(params) else _at(places, flags, found)
+        largest = torch.stack([norm.to(device) for norm in largest_of_each(list(present.values()))])
+        _put(list(present), (~largest.isfinite()).float(), found)
     both = torch.cat([found, listed])
     sum_over_ranks(both)
     anywhere = both > 0
     return anywhere[: len(params)], anywhere[len(params) :]
 
 
-def _at(places: Sequence[int], flags: Tensor, found: Tensor) -> Tensor:
+def _put(places: Sequence[int], flags: Tensor, found: Tensor) -> None:
     """Puts flags at increasing places, by runs of them: an index would have to travel to the device."""
     first = 0
     for end in range(1, len(places) + 1):
         if end == len(places) or places[end] != places[end - 1] + 1:
             found[places[first] : places[first] + end - first] = flags[first:end]
             first = end
-    return found
