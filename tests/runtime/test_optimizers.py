@@ -19,7 +19,7 @@ from pyrannc.store.buckets import SharedParam, SumTypes, own_buckets
 from pyrannc.store.by_parameter import refuse_across
 from pyrannc.store.carry import Route, carry
 from pyrannc.store.gradient_set import GradientSet
-from pyrannc.store.overflow import share_overflow
+from pyrannc.store.overflow import Overflow
 from tests.ranks import RankPool
 
 from .equivalence import Differences, double_precision
@@ -99,7 +99,7 @@ def overflowed() -> list[list[bool]]:
                 grads[number].view(-1)[1] = float("nan")
         with double_precision():
             params = [None if rank == 2 else _with_gradient(grad) for grad in grads]
-            flags: list[bool] = share_overflow([None, *params], torch.zeros(4, dtype=torch.float32))[0].tolist()
+            flags: list[bool] = Overflow().share([None, *params], torch.zeros(4, dtype=torch.float32))[0].tolist()
         return flags
 
     return [told(), told(0), told(1), told(0, 1), told(0, 2)]

@@ -13,7 +13,6 @@ from pyrannc.job import agree, process
 from pyrannc.job.exchange import sum_over_ranks
 from pyrannc.job.faults import collective
 from pyrannc.store.optimizer import UserOptimizer
-from pyrannc.store.overflow import share_overflow
 from pyrannc.store.spread_tensor import own_gradients
 from pyrannc.store.store import ParamStore
 from pyrannc.store.unscale import tell_of_overflow
@@ -53,13 +52,11 @@ def finish_backward(
 
 def _judge_overflow(store: ParamStore, optimizer: UserOptimizer | None, scale: Tensor | None) -> None:
     """Lets what unscales gradients know of those of all ranks. All ranks call it."""
-    local = store.local_params()
-    here = [local.get(name) for name in store.used]
     if optimizer is None:
-        listed = torch.zeros(len(here), device=process.own_device(), dtype=torch.float32)
+        listed = torch.zeros(len(store.used), device=process.own_device(), dtype=torch.float32)
     else:
-        listed = optimizer.listed_of(list(store.used.values()))
-    overflow, listed_somewhere = share_overflow(here, listed)
+        listed = optimizer.listed_of(store.used.values())
+    overflow, listed_somewhere = store.overflow.share(store.used_here, listed)
     with DisableTorchFunctionSubclass():
         trained = {id(param): place for place, param in enumerate(store.used.values()) if param.requires_grad}
     tell_of_overflow(store, overflow, trained)

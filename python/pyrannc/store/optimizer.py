@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -58,7 +58,7 @@ class UserOptimizer:
         self.optimizer = optimizer
         self._lists: ParamLists | None = None
         self._first_has_state = False
-        self._listed_key: tuple[frozenset[int], tuple[int, ...]] | None = None
+        self._listed_key: tuple[list[int], list[int]] | None = None
         self._listed_flags = torch.empty(0)
         self._plain_state_dict = optimizer.state_dict
         self._plain_load_state_dict = optimizer.load_state_dict
@@ -76,10 +76,9 @@ class UserOptimizer:
 
     # What is listed where
 
-    @property
-    def listed_ids(self) -> frozenset[int]:
+    def listed_ids(self) -> list[int]:
         """``id`` of the parameters of all ranks that it lists now; none while no model is deployed."""
-        return frozenset() if self._lists is None else frozenset(map(id, self.listed()))
+        return [] if self._lists is None else list(map(id, self.listed()))
 
     def all(self) -> list[Tensor]:
         """The parameters of all ranks."""
@@ -99,11 +98,12 @@ class UserOptimizer:
         """The parameters that it lists now, outside of its steps."""
         return all_listed(self.optimizer)
 
-    def listed_of(self, params: Sequence[Tensor]) -> Tensor:
+    def listed_of(self, params: Iterable[Tensor]) -> Tensor:
         """Those of a model's parameters that it lists now: 1, else 0, in float32 on this rank's device."""
-        key = self.listed_ids, tuple(map(id, params))
+        key = self.listed_ids(), list(map(id, params))
         if key != self._listed_key:
-            flags = [float(param in key[0]) for param in key[1]]
+            listed = set(key[0])
+            flags = [float(param in listed) for param in key[1]]
             self._listed_key = key
             self._listed_flags = torch.tensor(flags, dtype=torch.float32, device=process.own_device())
         return self._listed_flags
@@ -295,7 +295,7 @@ class UserOptimizer:
             lists.follow()
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        forget_overflow(self.listed_ids)
+        forget_overflow(self.listed_ids())
         if self._only_lets_go(*args, **kwargs):
             end_failed_step(self.optimizer)
             # Parameters of other ranks have none to let go of. What classes of tensors would say takes time for each.

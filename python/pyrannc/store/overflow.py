@@ -2,40 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from pyrannc.capture.torch_internals.gradients import largest_of_each
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job.exchange import sum_over_ranks
-from pyrannc.store.spread_tensor import own_gradient
+from pyrannc.store.spread_tensor import own_piece
+
+_TILE = 1 << 15
+"""Elements that one program of the kernel looks at."""
+
+_place: Callable[[Tensor], tuple[torch.device, torch.layout]] = attrgetter("device", "layout")
 
 
-@torch.no_grad()
-def share_overflow(params: Sequence[Tensor | None], listed: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds out whose gradients are not finite on some rank. All ranks call it; the host waits for no device.
+class Overflow:
+    """Finds out which gradients of a model are not finite."""
 
-    Each parameter is judged by itself: nobody knows yet which optimizer will step it.
+    def __init__(self) -> None:
+        self._tiles: dict[torch.dtype, _Tiles] = {}
 
-    Args:
-        params: as many on all ranks; those of other ranks are None.
-        listed: 1-D float32, on this rank's device: 1 for those that the model's optimizer lists here, else 0.
+    @torch.no_grad()
+    def share(self, params: Sequence[Tensor | None], listed: Tensor) -> tuple[Tensor, Tensor]:
+        """Finds out whose gradients are not finite on some rank. All ranks call it; the host waits for no device.
 
-    Returns:
-        Where a gradient is not finite on some rank, and what the optimizer lists on some rank.
+        Each parameter is judged by itself: nobody knows yet which optimizer will step it.
+
+        Args:
+            params: as many on all ranks; those of other ranks are None.
+            listed: 1-D float32, on this rank's device: 1 for those that the model's optimizer lists here, else 0.
+
+        Returns:
+            Where a gradient is not finite on some rank, and what the optimizer lists on some rank.
+        """
+        with DisableTorchFunctionSubclass():
+            grads = [None if param is None else param.grad for param in params]
+        both = torch.cat(
+            [self._not_finite([None if grad is None else own_piece(grad) for grad in grads], listed), listed]
+        )
+        sum_over_ranks(both)
+        anywhere = both > 0
+        return anywhere[: len(params)], anywhere[len(params) :]
+
+    def _not_finite(self, grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
+        """1 where a gradient is not finite, else 0."""
+        found = torch.zeros_like(like)
+        kinds: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        for place, grad in enumerate(grads):
+            if grad is not None and grad.numel():
+                places, present = kinds.setdefault(grad.dtype, ([], []))
+                places.append(place)
+                present.append(grad)
+        for dtype, (places, present) in kinds.items():
+            kernels = _kernels(dtype, like.device)
+            if kernels is not None and _are_in_one_piece(present, like.device):
+                kernels.judge(*self._tiles_of(dtype, places, present).tensors, found, dtype, _TILE)
+            else:
+                largest = torch.stack([norm.to(like.device) for norm in largest_of_each(present)])
+                _put(places, (~largest.isfinite()).float(), found)
+        return found
+
+    def _tiles_of(self, dtype: torch.dtype, places: list[int], grads: list[Tensor]) -> _Tiles:
+        """Those of gradients, which nearly always lie where they lay in the step before."""
+        lie = [grad.data_ptr() for grad in grads], [grad.numel() for grad in grads]
+        tiles = self._tiles.get(dtype)
+        if tiles is None or (tiles.places, tiles.lie) != (places, lie):
+            tiles = self._tiles[dtype] = _Tiles.of(places, lie, dtype.itemsize, grads[0].device)
+        return tiles
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Gradients of one type, divided for the kernel.
+
+    Attributes:
+        places: of the gradients among the parameters.
+        lie: their addresses, and their numbers of elements.
+        tensors: of each tile its address, its number of elements, and the place of its gradient: on the device.
     """
-    device = listed.device
-    grads = [None if param is None else own_gradient(param) for param in params]
-    present = {place: grad for place, grad in enumerate(grads) if grad is not None and grad.numel()}
-    found = torch.zeros(len(params), dtype=torch.float32, device=device)
-    if present:
-        largest = torch.stack([norm.to(device) for norm in largest_of_each(list(present.values()))])
-        _put(list(present), (~largest.isfinite()).float(), found)
-    both = torch.cat([found, listed])
-    sum_over_ranks(both)
-    anywhere = both > 0
-    return anywhere[: len(params)], anywhere[len(params) :]
+
+    places: list[int]
+    lie: tuple[list[int], list[int]]
+    tensors: tuple[Tensor, Tensor, Tensor]
+
+    @classmethod
+    def of(cls, places: list[int], lie: tuple[list[int], list[int]], itemsize: int, device: torch.device) -> _Tiles:
+        addresses, sizes = map(torch.tensor, lie)
+        counts = (sizes + _TILE - 1) // _TILE
+        of_tile = torch.repeat_interleave(counts)
+        start = (torch.arange(len(of_tile)) - (counts.cumsum(0) - counts)[of_tile]) * _TILE
+        rows = (
+            addresses[of_tile] + start * itemsize,
+            (sizes[of_tile] - start).clamp(max=_TILE),
+            torch.tensor(places)[of_tile],
+        )
+        found = torch.stack(rows)
+        if device.type != "cpu":
+            # The host may be far ahead of the device, and does not wait for it.
+            found = found.pin_memory().to(device, non_blocking=True)
+        address, size, place = found
+        return cls(places, lie, (address, size, place))
+
+
+def _are_in_one_piece(grads: Sequence[Tensor], device: torch.device) -> bool:
+    """True where each lies on the device without gaps."""
+    if set(map(_place, grads)) != {(device, torch.strided)}:
+        return False
+    return all(map(Tensor.is_contiguous, grads)) or all(map(torch.ops.aten.is_non_overlapping_and_dense, grads))
+
+
+@cache
+def _kernels(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
+    """The Triton kernel; None where Triton, what it compiles with, or the type is missing."""
+    if device.type != "cuda" or not dtype.is_floating_point:
+        return None
+    try:
+        from pyrannc.store import overflow_triton
+
+        sample = torch.zeros(1, dtype=dtype, device=device)
+        found = torch.zeros(1, dtype=torch.float32, device=device)
+        tiles = _Tiles.of([0], ([sample.data_ptr()], [1]), dtype.itemsize, device)
+        overflow_triton.judge(*tiles.tensors, found, dtype, _TILE)
+    except Exception:  # a missing compiler shows in many ways, and this is only faster
+        return None
+    return overflow_triton
 
 
 def _put(places: Sequence[int], flags: Tensor, found: Tensor) -> None:

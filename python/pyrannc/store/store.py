@@ -13,6 +13,7 @@ from pyrannc.job.exchange import Group, from_first, from_owner, give_to_others, 
 from pyrannc.store.buckets import SharedParam, elements
 from pyrannc.store.divided import DividedParams
 from pyrannc.store.elsewhere import bring_here, send_away
+from pyrannc.store.overflow import Overflow
 from pyrannc.store.spread_tensor import is_spread, own_gradient
 
 Held = TypeVar("Held", bound=Tensor)
@@ -33,6 +34,8 @@ class ParamStore:
     Attributes:
         params: all parameters by first name, in the model's order.
         used: those of them that some rank holds.
+        used_here: the same; ``None`` in place of those that this rank does not hold.
+        overflow: what finds out whose gradients are not finite.
         buffers: all buffers, as parameters.
         holders: as given.
         divided: those that Replicas update in parts; ``None`` if there are none.
@@ -45,6 +48,8 @@ class ParamStore:
         self.used = {name: param for name, param in self.params.items() if name in holders}
         self.buffers = dict(model.named_buffers())
         self.holders = holders
+        self.used_here = [param if self.is_local(name) else None for name, param in self.used.items()]
+        self.overflow = Overflow()
         self.divided: DividedParams | None = None
         self._device = device
         self._own_buffers: Set[str] = frozenset()

@@ -1,0 +1,49 @@
+"""A Triton kernel that tells which of many tensors are not finite."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
+_STEP = 4096
+
+
+@triton.jit
+def _is_finite(values):
+    wide = values if values.dtype == tl.float64 else values.to(tl.float32)
+    return tl.abs(wide) < float("inf")
+
+
+@triton.jit
+def _judge_kernel(addresses, sizes, places, found_ptr, DTYPE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr):
+    tile = tl.program_id(0)
+    address = tl.load(addresses + tile)
+    size = tl.load(sizes + tile)
+    first = address.to(tl.pointer_type(DTYPE))
+    lane = tl.arange(0, STEP)
+    finite = tl.full((STEP,), 1, tl.int1)
+    if (size == TILE) & (address % 16 == 0):
+        first = tl.multiple_of(first, 16)
+        for start in range(0, TILE, STEP):
+            finite &= _is_finite(tl.load(first + start + lane))
+    else:
+        for start in range(0, TILE, STEP):
+            finite &= _is_finite(tl.load(first + start + lane, mask=start + lane < size, other=0.0))
+    if tl.min(finite.to(tl.int32), 0) == 0:
+        tl.store(found_ptr + tl.load(places + tile), 1.0)
+
+
+def judge(addresses: Tensor, sizes: Tensor, places: Tensor, found: Tensor, dtype: torch.dtype, tile: int) -> None:
+    """Writes 1 where a tensor has an element that is not finite.
+
+    Args:
+        addresses: of tiles, of tensors of one type on this device; 1-D int64, as the next two.
+        sizes: numbers of elements, from 1 to ``tile``.
+        places: in ``found``, of the tensors.
+        found: 1-D float32.
+        dtype: of the tensors.
+    """
+    _judge_kernel[(len(addresses),)](addresses, sizes, places, found, _TYPES[dtype], TILE=tile, STEP=_STEP)
