@@ -3,52 +3,64 @@
 from __future__ import annotations
 
 import math
-from itertools import cycle
+from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from pyrannc.store.overflow import _TILE, Overflow
+from pyrannc.store.overflow import Overflow
+from tests.overflow_interpreted import TYPES, made
 
-SIZES = [(1,), (0,), (7, 3), (4, 8, 3, 3), (_TILE + 5,), (3, _TILE)]
-TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def _gradients(round_: int) -> list[Tensor | None]:
-    """Of several types and layouts; every third has an element that is not finite, others each time."""
-    found: list[Tensor | None] = [None]
-    bad = cycle((math.nan, math.inf, -math.inf))
-    for number, (size, dtype) in enumerate((size, dtype) for size in SIZES for dtype in (*TYPES, torch.complex64)):
-        grad = torch.full(size, 3.0 if dtype.is_complex else torch.finfo(dtype).max, dtype=dtype, device="cuda")
-        if len(size) == 4 and round_ != 1:
-            grad = grad.to(memory_format=torch.channels_last)
-        if (number + round_) % 3 == 0 and grad.numel():
-            grad[(-1,) * grad.dim()] = next(bad)
-        found.append(grad)
-    # With a gap between rows, and on the host.
-    found += [torch.full((4, 6), math.nan, device="cuda")[:, :3], torch.ones(4, 6, device="cuda")[:, :3]]
-    return [*found, torch.full((3,), math.inf), torch.ones(3)]
+GPU = torch.device("cuda", 0)
 
 
-def test_gradients_of_all_kinds_are_judged() -> None:
+def _judged(overflow: Overflow, grads: Sequence[Tensor | None]) -> None:
+    """Compares with torch."""
+    expected = [float(grad is not None and not bool(grad.isfinite().all())) for grad in grads]
+    found = overflow._not_finite(grads, torch.zeros(len(grads), device=GPU))
+    assert found.tolist() == expected
+    assert 0 < sum(expected) < len(expected)
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_the_kernel_judges_all_sizes_and_places(shift: int) -> None:
     overflow = Overflow()
-    for round_ in (0, 0, 1, 2):
-        grads = _gradients(round_)
-        expected = [float(grad is not None and not bool(grad.isfinite().all())) for grad in grads]
-        found = overflow._not_finite(grads, torch.zeros(len(grads), device="cuda"))
-        assert found.tolist() == expected
-        assert 0 < sum(expected) < len(expected)
+    grads = [None, *(grad for dtype in TYPES for grad in made(dtype, shift, GPU))]
+    # One of images, with its channels last.
+    images = torch.ones(4, 8, 3, 3, device=GPU).to(memory_format=torch.channels_last)
+    images[3, 7, 2, 2] = math.nan
+    for _ in range(2):
+        _judged(overflow, [*grads, images, images.isfinite().float()])
+    assert overflow._tiles.keys() == set(TYPES)
+
+
+def test_what_has_gaps_or_lies_elsewhere_is_judged() -> None:
+    overflow, wide = Overflow(), torch.ones(4, 6, device=GPU)
+    wide[:, 4] = math.inf
+    complex_ = torch.full((3,), math.nan, dtype=torch.complex64, device=GPU)
+    _judged(overflow, [wide[:, :3], wide[:, 3:], torch.full((3,), math.inf), torch.ones(3), complex_])
+    # Torch gives a tensor of zeros no memory.
+    nothing = torch._efficientzerotensor((5,), device=GPU)
+    _judged(overflow, [nothing, torch.full((3,), math.inf, device=GPU)])
+    assert not overflow._tiles
 
 
 def test_many_gradients_take_one_launch_and_no_wait() -> None:
-    grads = [torch.ones(50, 3, device="cuda") for _ in range(200)]
-    overflow, like = Overflow(), torch.zeros(200, device="cuda")
-    overflow._not_finite(grads, like)
-    grads[7][2, 1] = math.nan
+    # Scripts that hold gradients have them at two places in turns.
+    places = [[torch.ones(50, 3, device=GPU) for _ in range(200)] for _ in range(2)]
+    overflow, like = Overflow(), torch.zeros(200, device=GPU)
+    overflow._not_finite(places[0], like)
+    places[0][7][2, 1] = math.nan
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-        found = overflow._not_finite(grads, like)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        overflow._not_finite(places[1], like)
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+            found = overflow._not_finite(places[0], like)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert found.nonzero().tolist() == [[7]]
     kernels = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert len([name for name in kernels if "judge" in name]) == 1, kernels

@@ -332,4 +332,4 @@ def test_the_kernel_judges_as_torch_does() -> None:
         [sys.executable, "-m", "tests.overflow_interpreted"], env=env, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["224", "gradients"]
+    assert ended.stdout.split() == ["192", "gradients"]

@@ -18,6 +18,8 @@ from pyrannc.store.spread_tensor import own_piece
 
 _TILE = 1 << 15
 """Elements that one program of the kernel looks at."""
+_MOST_KEPT = 4
+"""Of the tiles of one type: where a script holds gradients, steps take turns with two places for them."""
 
 _place: Callable[[Tensor], tuple[torch.device, torch.layout]] = attrgetter("device", "layout")
 
@@ -26,7 +28,7 @@ class Overflow:
     """Finds out which gradients of a model are not finite."""
 
     def __init__(self) -> None:
-        self._tiles: dict[torch.dtype, _Tiles] = {}
+        self._tiles: dict[torch.dtype, list[_Tiles]] = {}
 
     @torch.no_grad()
     def share(self, params: Sequence[Tensor | None], listed: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,7 @@ class Overflow:
                 present.append(grad)
         for dtype, (places, present) in kinds.items():
             kernels = _kernels(dtype, like.device)
-            if kernels is not None and _are_in_one_piece(present, like.device):
+            if kernels is not None and _lie_without_gaps(present, like.device):
                 kernels.judge(*self._tiles_of(dtype, places, present).tensors, found, dtype, _TILE)
             else:
                 largest = torch.stack([norm.to(like.device) for norm in largest_of_each(present)])
@@ -69,11 +71,13 @@ class Overflow:
         return found
 
     def _tiles_of(self, dtype: torch.dtype, places: list[int], grads: list[Tensor]) -> _Tiles:
-        """Those of gradients, which nearly always lie where they lay in the step before."""
+        """Those of gradients, which nearly always lie where they lay in one of the steps before."""
         lie = [grad.data_ptr() for grad in grads], [grad.numel() for grad in grads]
-        tiles = self._tiles.get(dtype)
-        if tiles is None or (tiles.places, tiles.lie) != (places, lie):
-            tiles = self._tiles[dtype] = _Tiles.of(places, lie, dtype.itemsize, grads[0].device)
+        kept = self._tiles.setdefault(dtype, [])
+        tiles = next((tiles for tiles in kept if (tiles.lie, tiles.places) == (lie, places)), None)
+        if tiles is None:
+            tiles = _Tiles.of(places, lie, dtype.itemsize, grads[0].device)
+            kept[:] = [tiles, *kept[: _MOST_KEPT - 1]]
         return tiles
 
 
@@ -110,9 +114,9 @@ class _Tiles:
         return cls(places, lie, (address, size, place))
 
 
-def _are_in_one_piece(grads: Sequence[Tensor], device: torch.device) -> bool:
-    """True where each lies on the device without gaps."""
-    if set(map(_place, grads)) != {(device, torch.strided)}:
+def _lie_without_gaps(grads: Sequence[Tensor], device: torch.device) -> bool:
+    """True where each has memory of its own on the device, and is all of it."""
+    if set(map(_place, grads)) != {(device, torch.strided)} or not all(map(Tensor.data_ptr, grads)):
         return False
     return all(map(Tensor.is_contiguous, grads)) or all(map(torch.ops.aten.is_non_overlapping_and_dense, grads))
 

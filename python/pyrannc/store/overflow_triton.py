@@ -17,8 +17,9 @@ def _is_finite(values):
     return tl.abs(wide) < float("inf")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["addresses", "sizes", "places"])
 def _judge_kernel(addresses, sizes, places, found_ptr, DTYPE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr):
+    tl.static_assert(TILE % STEP == 0, "a whole tile is read in whole steps")
     tile = tl.program_id(0)
     address = tl.load(addresses + tile)
     size = tl.load(sizes + tile)
@@ -45,5 +46,6 @@ def judge(addresses: Tensor, sizes: Tensor, places: Tensor, found: Tensor, dtype
         places: in ``found``, of the tensors.
         found: 1-D float32.
         dtype: of the tensors.
+        tile: elements of a whole tile; a multiple of 4,096.
     """
     _judge_kernel[(len(addresses),)](addresses, sizes, places, found, _TYPES[dtype], TILE=tile, STEP=_STEP)
