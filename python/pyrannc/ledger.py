@@ -308,7 +308,8 @@ def _compare_rank(plan: PlanFacts, rank: int, measured: _Measured) -> RankReport
         waiting_us=Compared(max(0.0, step_us - computing_us - reduce_us - update_us), measured.waiting_us),
         reduce_us=Compared(reduce_us, measured.reduce_us),
         rest_us=Compared(update_us, measured.rest_us),
-        bubble=Compared(max(0.0, 1 - computing_us / step_us), measured.bubble),
+        # A Plan that was written by hand may predict nothing.
+        bubble=Compared(max(0.0, 1 - computing_us / step_us) if step_us else None, measured.bubble),
         peak_bytes=Compared(predicted.memory.tensors_bytes + measured.second_bytes, measured.peak_bytes),
         reserved_bytes=Compared(None, measured.reserved_bytes),
     )

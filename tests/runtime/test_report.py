@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import pyrannc
 from pyrannc.core.plan import MemoryPrediction, PassPrediction, StagePrediction
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
@@ -19,6 +20,7 @@ from pyrannc.runtime.timing import KEPT_STEPS, Timing
 from tests.ranks import RankPool
 
 from .equivalence import Case, Twins, double_precision, make_batch
+from .plans import cut_plan, graph_of
 
 Ranks = Callable[[int], RankPool]
 
@@ -138,6 +140,25 @@ def test_held_gradients_are_counted(ranks: Ranks, tmp_path: Path) -> None:
     for peaks, grad_bytes in ranks(2).run(held, OUTSIDE, str(tmp_path)):
         assert grad_bytes > 0
         assert peaks[1] - peaks[0] == grad_bytes
+
+
+def told_of_no_prediction(folder: str) -> str:
+    """The report, as text, of a Plan that was written by hand."""
+    net, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
+    file = Path(folder) / "plan.json"
+    cut_plan(graph_of(net, (x,), {}, 4), [], [[0]], 1, 4).write(file)
+    module = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1), load_deployment=str(file))
+    for _ in range(3):
+        module(x).sum().backward()
+    report = module.report()
+    assert report.step_us.predicted == 0
+    assert report.ranks[0].bubble.predicted is None
+    return str(report)
+
+
+def test_a_plan_may_predict_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    (told,) = ranks(1).run(told_of_no_prediction, str(tmp_path))
+    assert "0.0" in told
 
 
 def refused(case: Case, folder: str) -> list[str]:

@@ -436,12 +436,27 @@ def _gained(rows: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.zeros(rows, 1), target
 
 
-def _scaled(job: Job, inside: bool, clip: bool, make: Callable[[nn.Module], list[Optimizer]]) -> None:
+def _scaled(
+    job: Job,
+    inside: bool,
+    clip: bool,
+    make: Callable[[nn.Module], list[Optimizer]],
+    *,
+    scale: float = 1024.0,
+    change: Callable[[nn.Module, list[Optimizer]], None] | None = None,
+) -> None:
+    """Trains with overflows in two steps.
+
+    Args:
+        change: what the script does to the optimizers before the second of them.
+    """
     net = Gained(inside)
     optimizers = make(net)
     model = job.wrap(net, optimizers[0])
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
     for step in range(5):
+        if step == 3 and change is not None:
+            change(net, optimizers)
         x, huge, target = job.batch(_gained, step)
         if step in (1, 3):
             huge = huge + 1e308
@@ -509,6 +524,32 @@ def overflow_of_one_optimizer_of_several(job: Job) -> None:
 
     _scaled(job, True, False, three)
     _scaled(job, False, False, lambda net: three(net)[::-1])
+
+
+@equal()
+def overflow_at_a_scale_of_1(job: Job) -> None:
+    """`torch.amp.GradScaler(init_scale=1.0)`: what overflows leaves out its step."""
+    _scaled(job, True, False, _one, scale=1.0)
+    _scaled(job, False, True, _one, scale=1.0)
+
+
+@equal()
+def overflow_of_a_layer_that_was_moved(job: Job) -> None:
+    """The script moves a parameter by hand to another optimizer's `param_groups`, under `torch.amp.GradScaler`."""
+
+    def two(net: nn.Module) -> list[Optimizer]:
+        first: list[nn.Parameter] = list(net.chain.layers[0].parameters())  # type: ignore[index, union-attr]
+        rest = [param for param in net.parameters() if not any(param is other for other in first)]
+        return [SGD(rest, lr=0.1), SGD(first, lr=0.05)]
+
+    def move(net: nn.Module, optimizers: list[Optimizer]) -> None:
+        """The gain, whose gradient overflows."""
+        params = optimizers[0].param_groups[0]["params"]
+        params[:] = [param for param in params if param is not net.gain]
+        optimizers[1].param_groups[0]["params"].append(net.gain)
+
+    _scaled(job, True, False, two, change=move)
+    _scaled(job, False, False, two, change=move)
 
 
 # Settings
