@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -24,6 +21,7 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.stream import Draw
 from pyrannc.core.partition import RowDim
 from pyrannc.core.program import Rows
+from tests.interpreter import interpreted
 
 CPU = torch.device("cpu")
 BATCH_FIRST = RowDim(0, 1)
@@ -74,13 +72,7 @@ def test_a_part_of_a_batch_has_the_words_of_its_rows(
 
 
 def test_triton_has_the_words_of_rust() -> None:
-    """In Triton's interpreter, which has to be asked for before Triton is imported."""
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.philox_interpreted"], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["7", "draws"]
+    assert interpreted("tests.philox_interpreted") == ["7", "draws"]
 
 
 # Laws

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -17,6 +14,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import pyrannc
+from tests.interpreter import interpreted
 from tests.ranks import RankPool
 
 from .equivalence import local_slice
@@ -326,10 +324,4 @@ def test_without_a_scaler_overflow_stays_where_it_is(ranks: Callable[[int], Rank
 
 
 def test_the_kernel_judges_as_torch_does() -> None:
-    """In Triton's interpreter, which has to be asked for before Triton is imported."""
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.overflow_interpreted"], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["192", "gradients"]
+    assert interpreted("tests.overflow_interpreted") == ["192", "gradients"]

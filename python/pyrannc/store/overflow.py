@@ -21,7 +21,7 @@ _TILE = 1 << 15
 _MOST_KEPT = 4
 """Of the tiles of one type: where a script holds gradients, steps take turns with two places for them."""
 
-_place: Callable[[Tensor], tuple[torch.device, torch.layout]] = attrgetter("device", "layout")
+_device_and_layout: Callable[[Tensor], tuple[torch.device, torch.layout]] = attrgetter("device", "layout")
 
 
 class Overflow:
@@ -45,9 +45,8 @@ class Overflow:
         """
         with DisableTorchFunctionSubclass():
             grads = [None if param is None else param.grad for param in params]
-        both = torch.cat(
-            [self._not_finite([None if grad is None else own_piece(grad) for grad in grads], listed), listed]
-        )
+        own = [None if grad is None else own_piece(grad) for grad in grads]
+        both = torch.cat([self._not_finite(own, listed), listed])
         sum_over_ranks(both)
         anywhere = both > 0
         return anywhere[: len(params)], anywhere[len(params) :]
@@ -116,7 +115,7 @@ class _Tiles:
 
 def _lie_without_gaps(grads: Sequence[Tensor], device: torch.device) -> bool:
     """True where each has memory of its own on the device, and is all of it."""
-    if set(map(_place, grads)) != {(device, torch.strided)} or not all(map(Tensor.data_ptr, grads)):
+    if set(map(_device_and_layout, grads)) != {(device, torch.strided)} or not all(map(Tensor.data_ptr, grads)):
         return False
     return all(map(Tensor.is_contiguous, grads)) or all(map(torch.ops.aten.is_non_overlapping_and_dense, grads))
 
