@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ from torch import Generator, Tensor, nn
 from torch.optim import Adam
 
 import pyrannc
+from pyrannc._native import Plan
 from pyrannc.capture.torch_internals.tensors import TorchDispatchMode
 from tests.ranks import RankPool
 
 from .equivalence import environment
+from .plans import divided
 
 WIDTH, ROWS, STEPS = 24, 24, 3
 ATTEMPTS = 2
@@ -149,6 +153,30 @@ def check(kinds: tuple[str, ...]) -> list[str]:
 
 def test_gradients_are_as_exact_as_in_one_process(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(check, KINDS, timeout_s=400) == [[], []]
+
+
+def check_divided(sharding: str, folder: Path) -> list[str]:
+    found = []
+    for kind in map(Kind, ("autocast", "parameters")):
+        stages, microbatches, rows = PLANS[1]
+        file = folder / f"{kind.name}.json"
+        with environment({"RANNC_PARTITION_NUM": str(stages), "RANNC_PIPELINE_NUM": str(microbatches)}):
+            module = pyrannc.RaNNCModule(net_of(kind, 0))
+        gradients(kind, module, own(batch_of(kind, 0), rows))
+        if pyrannc.get_rank() == 0:
+            divided(Plan.from_json(json.dumps(module.plan)), sharding).write(file)
+        module.undeploy()
+        with environment({"RANNC_LOAD_DEPLOYMENT": "1", "RANNC_DEPLOYMENT_FILE": str(file)}):
+            for dtype in ("bfloat16", "param"):
+                found += compare(kind, stages, microbatches, rows, dtype)
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "params"])
+def test_divided_gradients_are_as_exact_as_in_one_process(
+    ranks: Callable[[int], RankPool], sharding: str, tmp_path: Path
+) -> None:
+    assert ranks(2).run(check_divided, sharding, tmp_path, timeout_s=400) == [[], []]
 
 
 def check_bits() -> list[str]:

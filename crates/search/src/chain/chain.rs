@@ -7,7 +7,7 @@ use rannc_cost::{ComputeCost, Device, OpWork};
 use super::feeds::Feeds;
 use super::interval::{Amount, IntervalSums, IntervalSumsBuilder};
 use super::own::OwnParams;
-use super::spec::{Affine, BlockSpec, ChainSpec, CrossingSpec, KeptSpec, SpanSpec, StateSpec};
+use super::spec::{Affine, BlockSpec, ByCount, ChainSpec, CrossingSpec, KeptSpec, SpanSpec, StateSpec};
 use super::sums::AffineSums;
 use super::times::Times;
 use super::traffic::{BatchTraffic, Traffic};
@@ -29,7 +29,9 @@ pub(crate) struct Chain {
     /// Their gradients as they are summed over ranks, each once.
     pub(crate) message_bytes: IntervalSums,
     /// Their gradients, as far as they stay, each once.
-    pub(crate) grad_bytes: IntervalSums,
+    pub(crate) grad_bytes: ByCount<IntervalSums>,
+    /// Copies of these that are summed over ranks, each once.
+    pub(crate) message_copy_bytes: ByCount<IntervalSums>,
     /// Working copies of parameters, each once.
     pub(crate) copy_bytes: IntervalSums,
     /// Parameters that no Block outside of the run uses.
@@ -82,7 +84,14 @@ impl Chain {
         };
         Self {
             state_bytes: of(|state| state.bytes, &mut states.iter()),
-            grad_bytes: of(StateSpec::grad_bytes, &mut trainable.clone()),
+            grad_bytes: [
+                of(|state| state.grad_bytes(false), &mut trainable.clone()),
+                of(|state| state.grad_bytes(true), &mut trainable.clone()),
+            ],
+            message_copy_bytes: [
+                of(|state| state.message_copy_bytes(false), &mut trainable.clone()),
+                of(|state| state.message_copy_bytes(true), &mut trainable.clone()),
+            ],
             message_bytes: of(|state| state.message_bytes, &mut trainable.clone()),
             trainable_bytes: of(|state| state.bytes, &mut trainable.clone()),
             copy_bytes: of(|state| state.copy_bytes, &mut states.iter()),

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use rannc_cost::{Blocks, OpWork, Operation, Poly, SavedTensors, base_name, tensor_bytes};
-use rannc_ir::{Analysis, Entity as _, Graph, OpId, OpRun, ParamId, ValueDef, ValueId};
+use rannc_ir::{Analysis, DType, Entity as _, Graph, OpId, OpRun, ParamId, ValueDef, ValueId};
 use rannc_plan::{ReduceDType, params_beside_spans};
 
 use crate::settings::Settings;
@@ -340,12 +340,23 @@ impl Extractor<'_> {
         let tensor = &self.graph.values[value];
         let trainable = matches!(tensor.def, ValueDef::Param(_)) && tensor.requires_grad;
         let bytes = tensor_bytes(tensor).at(0);
-        let message_bytes = bytes / tensor.dtype.bytes() as f64 * self.reduce.of(tensor.dtype).bytes() as f64;
+        let bytes_in = |dtype: DType| bytes / tensor.dtype.bytes() as f64 * dtype.bytes() as f64;
+        let message_bytes = bytes_in(self.reduce.of(tensor.dtype));
+        let accumulated_bytes = bytes_in(ReduceDType::Float32.of(tensor.dtype));
         let copy_bytes =
             self.conversions.copy_of.get(&value).map_or(0.0, |&copy| tensor_bytes(&self.graph.values[copy]).at(0));
         let beside_spans = matches!(tensor.def, ValueDef::Param(param) if self.beside_spans.contains(&param));
         let first_use = self.first_uses.get(&value).copied().unwrap_or(usize::MAX);
-        StateSpec { bytes, message_bytes, copy_bytes, trainable, beside_spans, blocks: blocks.to_vec(), first_use }
+        StateSpec {
+            bytes,
+            message_bytes,
+            accumulated_bytes,
+            copy_bytes,
+            trainable,
+            beside_spans,
+            blocks: blocks.to_vec(),
+            first_use,
+        }
     }
 
     fn crossing(&self, value: ValueId, blocks: &[usize]) -> Option<(ValueId, CrossingSpec)> {

@@ -24,7 +24,7 @@ pub(crate) use interval::IntervalSums;
 pub(crate) use measured::Measured;
 pub(crate) use parts::PartTimes;
 pub use spans::whole_spans;
-pub(crate) use spec::{Affine, BatchSpec, CrossingSpec, StateSpec};
+pub(crate) use spec::{Affine, BatchSpec, ByCount, CrossingSpec, StateSpec};
 pub(crate) use sums::BlockSums;
 pub(crate) use times::Times;
 pub(crate) use traffic::BatchTraffic;

@@ -5,14 +5,14 @@ use std::ops::Range;
 
 use super::interval::{IntervalSums, IntervalSumsBuilder};
 use super::largest::Largest;
-use super::spec::{BlockSpec, StateSpec};
+use super::spec::{BlockSpec, ByCount, StateSpec};
 
 /// Trainable parameters that no Block outside of a run uses, each once.
 #[derive(Clone, Debug)]
 pub(crate) struct OwnParams {
     pub(crate) bytes: IntervalSums,
     /// Their gradients, as far as they stay.
-    pub(crate) grad_bytes: IntervalSums,
+    pub(crate) grad_bytes: ByCount<IntervalSums>,
     /// Their gradients as they are summed over ranks.
     pub(crate) message_bytes: IntervalSums,
     /// Those that only one Span uses.
@@ -78,7 +78,7 @@ impl OwnParams {
         }
         Self {
             bytes: own(&|state| state.bytes),
-            grad_bytes: own(&StateSpec::grad_bytes),
+            grad_bytes: [false, true].map(|several| own(&|state| state.grad_bytes(several))),
             message_bytes: own(&|state| state.message_bytes),
             spanned_bytes: own(&spanned(|state| state.bytes)),
             spanned_copy_bytes: own(&spanned(|state| state.copy_bytes)),

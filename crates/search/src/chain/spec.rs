@@ -69,12 +69,17 @@ pub(crate) struct SpanSpec {
     pub(crate) left_bytes: Affine,
 }
 
+/// One amount for steps of one microbatch, and one for those of several.
+pub(crate) type ByCount<T> = [T; 2];
+
 /// A parameter, buffer or constant, or what is made once a step, with the Blocks that read it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StateSpec {
     pub(crate) bytes: f64,
     /// What is summed over ranks of its gradient.
     pub(crate) message_bytes: f64,
+    /// What gradients of several microbatches are added up in, float32 at least.
+    pub(crate) accumulated_bytes: f64,
     /// Of its working copy; 0 where it has none.
     pub(crate) copy_bytes: f64,
     pub(crate) trainable: bool,
@@ -98,8 +103,18 @@ impl StateSpec {
     }
 
     /// What its gradient takes: in its own type and, where that is another, in that of the sums.
-    pub(crate) fn grad_bytes(&self) -> f64 {
-        self.bytes + if self.message_bytes == self.bytes { 0.0 } else { self.message_bytes }
+    pub(crate) fn grad_bytes(&self, several_microbatches: bool) -> f64 {
+        let sums_bytes = self.sums_bytes(several_microbatches);
+        self.bytes + if sums_bytes == self.bytes { 0.0 } else { sums_bytes }
+    }
+
+    /// The copy that is summed over ranks, where that has another type than the sums.
+    pub(crate) fn message_copy_bytes(&self, several_microbatches: bool) -> f64 {
+        if self.message_bytes == self.sums_bytes(several_microbatches) { 0.0 } else { self.message_bytes }
+    }
+
+    fn sums_bytes(&self, several_microbatches: bool) -> f64 {
+        if several_microbatches { self.accumulated_bytes } else { self.bytes.max(self.message_bytes) }
     }
 }
 

@@ -7,7 +7,7 @@ use rannc_plan::{MemoryPrediction, Sharding, WholePrediction, full_bytes};
 use super::at::{At, Pricing};
 use super::saver::Saver;
 use super::sizes::LARGER;
-use crate::chain::IntervalSums;
+use crate::chain::{ByCount, IntervalSums};
 
 /// Gradients in transfer at a time: one in use, one on its way.
 pub(crate) const GRADS_ON_THE_WAY: f64 = 2.0;
@@ -106,7 +106,12 @@ impl Pricing<'_> {
         let copy_bytes = (bytes(&chain.copy_bytes) - gathered_copy_bytes).max(0.0);
         let params_bytes =
             held(Sharding::KeptParams).bytes(bytes(&chain.state_bytes), bytes(&own.spanned_bytes)) + copy_bytes;
-        let grads_bytes = held(Sharding::Gradients).bytes(bytes(&chain.grad_bytes), bytes(&own.grad_bytes));
+        let grad_bytes = |of: &ByCount<IntervalSums>| bytes(&of[self.sizes.by_count()]);
+        let kept_bytes = held(Sharding::Gradients).bytes(grad_bytes(&chain.grad_bytes), grad_bytes(&own.grad_bytes));
+        // Divided gradients leave one by one, others all in the last backward.
+        let leave_together = at.place.replicas > 1 && sharding < Sharding::Gradients;
+        let copies_bytes = if leave_together { grad_bytes(&chain.message_copy_bytes) } else { 0.0 };
+        let grads_bytes = kept_bytes + copies_bytes;
         let updated_bytes = held(Sharding::Optimizer).bytes(bytes(&chain.trainable_bytes), bytes(&own.bytes));
         let (whole_params_bytes, whole_grads_bytes) = self.whole_bytes(run, at, sharding);
         let optimizer_bytes = updated_bytes * self.problem.settings.optimizer_bytes_per_param_byte;
@@ -154,7 +159,7 @@ impl Pricing<'_> {
         let held = |level: Sharding| Held { replicas: if sharding >= level { at.place.replicas } else { 1 } };
         let bytes = |sums: &IntervalSums| sums.at(run.start, run.end);
         let trainable_bytes = bytes(&self.chain.trainable_bytes);
-        let grad_bytes = bytes(&self.chain.grad_bytes);
+        let grad_bytes = bytes(&self.chain.grad_bytes[self.sizes.by_count()]);
         let factor = if saver.offload { 0.0 } else { self.problem.settings.optimizer_bytes_per_param_byte };
         // Parameters that other Blocks use too are divided as soon as the run has these.
         held(Sharding::KeptParams).bytes(bytes(&self.chain.state_bytes), trainable_bytes)

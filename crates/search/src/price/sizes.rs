@@ -46,6 +46,11 @@ impl MicrobatchSizes {
         Self { rows, counts }
     }
 
+    /// The place in a [`ByCount`](crate::chain::ByCount).
+    pub(crate) fn by_count(&self) -> usize {
+        usize::from(self.counts.iter().sum::<u64>() > 1)
+    }
+
     /// Rows of the largest one.
     pub(crate) fn most_rows(&self) -> u64 {
         self.rows[LARGER]
