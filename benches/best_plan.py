@@ -32,7 +32,7 @@ from pyrannc.capture import capture
 from pyrannc.core.plan import PlanFacts, content
 from pyrannc.core.settings import SearchSettings
 from pyrannc.errors import PlanError, PlanFileError
-from pyrannc.planning import own_device
+from pyrannc.planning.machine import own_device
 
 _DRAWS = 300
 """Random demands that are tried at most: many fit no plan."""

@@ -21,10 +21,11 @@ import torch
 from tests.conformance.programs import Case, Model, cases, planned
 
 import pyrannc
-from pyrannc import planning
 from pyrannc._native import Cluster, Plan, Profile
 from pyrannc.job import process
 from pyrannc.ledger import Report
+from pyrannc.planning import attempts
+from pyrannc.planning.search import Request, search_settings, with_links
 
 
 def main() -> int:
@@ -95,12 +96,12 @@ def trained(case: Case, options: argparse.Namespace) -> Report:
 def taken(case: Case) -> Iterator[None]:
     """A search finds the Plan of the case, at the prices that it is given."""
 
-    def search(request: planning.Request, cluster: Cluster, profiles: Sequence[Profile], world_size: int) -> Plan:
-        graph, linked = request.variant.graph, planning.with_links(cluster, profiles)
-        asked = planning.search_settings(request, world_size)
+    def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], world_size: int) -> Plan:
+        graph, linked = request.variant.graph, with_links(cluster, profiles)
+        asked = search_settings(request, world_size)
         return planned(case, graph).predicted(graph, linked, list(profiles), asked.to_json())
 
-    with patch.object(planning, "search", search):
+    with patch.object(attempts, "search", search):
         yield
 
 

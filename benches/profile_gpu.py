@@ -30,7 +30,9 @@ from pyrannc.call.whole_batch import BatchRows
 from pyrannc.config import Config
 from pyrannc.core.profile import ProfileFacts
 from pyrannc.job import agree, process
-from pyrannc.planning import Request, find_cluster, find_profiles, own_device
+from pyrannc.planning.machine import find_cluster, own_device
+from pyrannc.planning.measured import find_profiles
+from pyrannc.planning.search import Request
 from pyrannc.profile.measure import is_out_of_memory
 from pyrannc.profile.meter import Meter
 

@@ -88,6 +88,7 @@ UNREAD = {
         "update",
         "collective_slowdown",
         "message_slowdown",
+        "memory_budget_percent",
         "checksum",
     },
     "settings": {"may_idle", "threads", "gains"},
@@ -218,7 +219,9 @@ def plan(graph: Graph) -> Plan:
         "blocks": {},
         "update": None,
     }
-    measured = Profile.seal(json.dumps({**content, "eager_spans": ["s1"], **asdict(Links())}))
+    measured = Profile.seal(
+        json.dumps({**content, "eager_spans": ["s1"], "memory_budget_percent": 80, **asdict(Links())})
+    )
     return Plan.search(graph, Cluster.preset("cpu", 1, 2), [measured], settings.to_json())
 
 
@@ -285,7 +288,7 @@ def test_every_field_of_the_profile_is_read_or_known(read: Any) -> None:
     content = json.loads(measured.to_json())
     link = {"latency_us": 1.0, "bytes_per_s": 1e9}
     content["levels"], content["message_slowdown"] = [{"name": "loopback", "send": link, "collective": link}], 0.25
-    content["eager_spans"] = ["s1"]
+    content["eager_spans"], content["memory_budget_percent"] = ["s1"], 80
     linked = Profile.seal(json.dumps(content))
     read("profile", [lambda: ProfileFacts.of(linked)])
 

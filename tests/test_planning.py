@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 import pytest
 import torch
@@ -16,10 +17,15 @@ from torch import nn
 import pyrannc
 from pyrannc._native import Cluster, Graph, Plan, Profile
 from pyrannc.call.variant import Variant
+from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture import Sample
 from pyrannc.config import Config
-from pyrannc.errors import ClusterError, PlanFileError
+from pyrannc.core.plan import content
+from pyrannc.errors import ClusterError, MemoryShortageError, PlanError, PlanFileError
 from pyrannc.job import phases
-from pyrannc.planning import RankDevice, Request, find_cluster, search
+from pyrannc.planning import attempts, decision
+from pyrannc.planning.machine import RankDevice, find_cluster
+from pyrannc.planning.search import Request, search
 from pyrannc.profile.cache import ProfileCache
 from pyrannc.profile.meter import Meter
 from pyrannc.profile.profiler import profile
@@ -212,3 +218,85 @@ def test_a_search_without_time_gives_a_plan_and_says_so(ranks: Ranks) -> None:
 def test_a_missing_cluster_file() -> None:
     with pytest.raises(ClusterError, match=r"cannot read the cluster file /nowhere/at\.toml"):
         find_cluster(Config(cluster_file="/nowhere/at.toml"), [])
+
+
+Budgets: TypeAlias = Mapping[int | None, float | None]
+
+
+class Searches:
+    """Searches whose steps, in ms, are given for each memory budget of compiled Spans; None where nothing fits."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, ample: float, by_budget: dict[int | None, float | None]
+    ) -> None:
+        self.asked: list[int | None] = []
+        self._ample, self._by_budget = ample, by_budget
+        net, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+        variant = Variant(Sample(net, (x,), {}, CPU, 8, (1,)), BatchRows((8,), True))
+        gpu = cast("torch.device", SimpleNamespace(type="cuda"))
+        self._request = Request(variant, [x], Config(), None, gpu, 8, gather_inputs=True)
+        cluster = Cluster.preset("cpu", 1, 1)
+        self._plan = content(search(replace(self._request, device=CPU), cluster, [], 1))
+        monkeypatch.setattr(decision, "find_profiles", self._measure)
+        monkeypatch.setattr(decision, "own_device", lambda _: RankDevice("cpu", GIB, False, "here"))
+        monkeypatch.setattr(attempts, "search", self._search)
+
+    def _measure(self, request: Request, cluster: Cluster, hosts: object, percent: int | None) -> list[int | None]:
+        self.asked.append(percent)
+        return [percent]
+
+    def _search(self, request: Request, cluster: Cluster, profiles: list[int | None], world_size: int) -> Plan:
+        is_ample = cluster.to_toml() != Cluster.of_ranks([("cpu", GIB, False, "here")]).to_toml()
+        step_ms = self._ample if is_ample else self._by_budget[profiles[0]]
+        if step_ms is None:
+            raise MemoryShortageError(f"short with {profiles[0]}")
+        predicted = {**self._plan["predicted"], "step_us": 1e3 * step_ms}
+        return Plan.seal(json.dumps({**self._plan, "memory_budget_percent": profiles[0], "predicted": predicted}))
+
+    def budget(self) -> int | None:
+        """That of the Plan that is decided on."""
+        found: int | None = content(decision.decide(self._request, None)).get("memory_budget_percent")
+        return found
+
+
+@pytest.mark.parametrize(
+    ("ample", "by_budget", "budget", "asked"),
+    [
+        (10, {None: 10.1}, None, [None]),
+        (10, {None: 15, 80: 10.1}, 80, [None, 80]),
+        (10, {None: 15, 80: 12, 30: 11, 0: 14}, 30, [None, 80, 30, 0]),
+        (10, {None: 15, 80: 12, 30: 11.9}, 80, [None, 80, 30]),
+        (10, {None: 15, 80: 14.9, 30: 11, 0: 14}, 30, [None, 80, 30, 0]),
+        (10, {None: 15, 80: None, 30: 14.9, 0: 16}, None, [None, 80, 30, 0]),
+        (10, {None: None, 80: None, 30: 13, 0: 13.2}, 30, [None, 80, 30, 0]),
+        (10, {None: None, 80: None, 30: None, 0: 13}, 0, [None, 80, 30, 0]),
+    ],
+)
+def test_spans_keep_less_as_long_as_that_makes_steps_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    ample: float,
+    by_budget: Budgets,
+    budget: int | None,
+    asked: list[int | None],
+) -> None:
+    searches = Searches(monkeypatch, ample, by_budget)
+    assert searches.budget() == budget
+    assert searches.asked == asked
+
+
+def test_where_nothing_fits_the_leanest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = Searches(monkeypatch, 10, dict.fromkeys((None, 80, 30, 0)))
+    with pytest.raises(MemoryShortageError, match="short with 0"):
+        searches.budget()
+
+
+def test_mistakes_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = Searches(monkeypatch, 10, {})
+
+    def mistaken(*_: Any) -> Plan:
+        raise PlanError("stages must be from 1 to 1 ranks")
+
+    monkeypatch.setattr(attempts, "search", mistaken)
+    with pytest.raises(PlanError, match="stages must"):
+        searches.budget()
+    assert searches.asked == [None]

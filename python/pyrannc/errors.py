@@ -25,6 +25,10 @@ class PlanError(RaNNCError):
     """There is no Plan: nothing fits, or the model cannot be cut as asked."""
 
 
+class MemoryShortageError(PlanError):
+    """No Plan fits into the devices' memory."""
+
+
 class PlanFileError(RaNNCError):
     """A plan file is damaged, or belongs to another model, world size or version."""
 

@@ -101,6 +101,27 @@ def test_parted() -> None:
         torch.testing.assert_close(mine, right)
 
 
+def test_memory_budget() -> None:
+    def wide(x: Tensor, weight: Tensor, tangent: Tensor) -> list[Tensor]:
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        with torch.enable_grad():
+            made = torch.nn.functional.gelu(x @ weight) @ weight.T
+        return [made.detach(), *torch.autograd.grad(made, [x, weight], tangent)]
+
+    def kept(percent: int | None) -> int:
+        mode = fake_mode()
+        with mode:
+            arguments = [torch.empty(64, 4), torch.empty(4, 64), torch.empty(64, 4)]
+        graph = compiler.without_changes(compiler.operators_below_autograd(wide, arguments, mode), arguments, mode)
+        with compiler.memory_budget(percent):
+            forward, _ = compiler.parted(named(graph, ["primals_0", "primals_1", "tangents_0"]), 1, mode)
+        return sum(int(node.meta["val"].numel()) for node in forward.graph.output_node().args[0][1:])
+
+    # Both the product and what gelu makes of it, or the product alone.
+    assert kept(None) - kept(80) == 64 * 64
+    assert kept(None) == kept(100)
+
+
 def test_compiled_by_inductor() -> None:
     graph, mode = joint_graph()
     code, strides = compiler.compiled_by_inductor(graph, 3, mode, "whole", CPU)

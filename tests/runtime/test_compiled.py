@@ -258,16 +258,63 @@ class Drawing(nn.Module):
 
 
 def compiled(
-    model: nn.Module, x: Tensor, folder: str, *, in_parts: bool = False, conditions: str = ""
+    model: nn.Module,
+    x: Tensor,
+    folder: str,
+    *,
+    in_parts: bool = False,
+    conditions: str = "",
+    memory_budget_percent: int | None = None,
 ) -> tuple[Stage, list[str | None]]:
     captured, facts, part = captured_part(model, x)
     code = StageCode(captured, facts, part, CPU, Randomness(CPU))
     params: dict[int, Tensor] = {param.value: model.get_parameter(param.names[0]) for param in facts.params}
     known = {value: Meta.of(tensor) for value, tensor in {**params, facts.inputs[0]: x}.items()}
-    own = Compiler(CPU, Path(folder), lambda: conditions)
+    own = Compiler(CPU, Path(folder), lambda: conditions, memory_budget_percent=memory_budget_percent)
     late = params.keys() if in_parts else frozenset()
     tasks = own.tasks(code, facts, ROWS, known, None, trains=True, late=late)
     return Stage(code, params, facts), [own.compile(task, code) for task in tasks]
+
+
+class Wide(nn.Module):
+    """Keeps most for what is cheap to compute again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(nn.functional.gelu(self.first(x)))
+
+
+def kept_bytes(stage: Callable[[Tensor], list[Tensor]], x: Tensor) -> tuple[int, list[Tensor]]:
+    """What autograd keeps of a forward, beside its gradients and results."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        results = stage(x)
+    return sum(kept.values()), results
+
+
+@pytest.mark.timeout(300)
+def test_a_memory_budget_has_spans_keep_less(folder: str) -> None:
+    model, x = Wide(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    inputs = [x, *model.parameters()]
+    right = torch.autograd.grad(model(x).square().sum(), inputs)
+    found = {}
+    # Code of another budget, in the same folder, is not taken for it.
+    for budget in (None, 80, None):
+        stage, refusals = compiled(model, x, folder, memory_budget_percent=budget)
+        assert set(refusals) == {None}
+        found[budget], (result,) = kept_bytes(stage, x)
+        for mine, grad in zip(torch.autograd.grad(result.square().sum(), inputs), right, strict=True):
+            torch.testing.assert_close(mine, grad)
+    # What gelu makes.
+    assert found[None] - found[80] == ROWS * 16 * WIDTH * x.element_size()
 
 
 @pytest.mark.timeout(300)

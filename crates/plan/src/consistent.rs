@@ -53,6 +53,9 @@ pub enum PlanFault {
         /// Where the Stage before it ends.
         expected: u32,
     },
+    /// More than all.
+    #[error("its compiled spans keep at most {0}% of what they would keep; this must be from 0 to 100")]
+    MemoryBudget(u8),
     /// A Stage has no Replica.
     #[error("stage {0} has no ranks")]
     NoRanks(usize),
@@ -152,6 +155,9 @@ impl Plan {
         }
         if self.world_size > MOST_RANKS {
             return Err(PlanFault::TooManyRanks(self.world_size));
+        }
+        if let Some(percent) = self.memory_budget_percent.filter(|percent| *percent > 100) {
+            return Err(PlanFault::MemoryBudget(percent));
         }
         let mut expected = 0;
         for (stage, StagePlan { ops, .. }) in self.stages.iter().enumerate() {

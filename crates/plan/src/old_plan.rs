@@ -107,6 +107,7 @@ impl OldPlan {
             schema: PLAN_SCHEMA,
             stages: stages.collect(),
             eager_spans: Vec::new(),
+            memory_budget_percent: None,
             pyrannc: self.pyrannc,
             graph_hash: self.graph_hash,
             graph_name: self.graph_name,

@@ -42,6 +42,10 @@ pub struct Plan {
     /// Hashes of the Spans that are not compiled, increasing: where Blocks were measured, their code took longer.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub eager_spans: Vec<String>,
+    /// How much of what compiled Spans would keep from forward to backward they keep at most, in percent, as torch's
+    /// `activation_memory_budget` counts it; `None`: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_budget_percent: Option<u8>,
     /// Expected time of a step.
     pub predicted: StepPrediction,
     /// SHA-256, in hex, of the compact JSON of this Plan with an empty checksum.

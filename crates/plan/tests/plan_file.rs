@@ -44,6 +44,7 @@ fn unsealed() -> Plan {
             StagePlan { feeds: Some(vec![]), ..stage(5, 9, &[0, 2]) },
         ],
         eager_spans: Vec::new(),
+        memory_budget_percent: None,
         predicted: StepPrediction { step_us: 12.5, bubble: 0.2, lower_bound_us: 10.0 },
         checksum: String::new(),
     }
@@ -115,6 +116,14 @@ fn spans_that_are_not_compiled_are_told_where_there_are_any() {
     let plan = Plan { eager_spans: vec!["s1".into(), "s2".into()], ..unsealed() }.seal().expect("it is consistent");
     let again = Plan::from_json(&plan.to_json()).expect("the text is a plan");
     assert_eq!(again.eager_spans, ["s1", "s2"]);
+}
+
+#[test]
+fn a_budget_of_compiled_spans_is_told_where_there_is_one() {
+    assert!(!sealed().to_json().contains("memory_budget_percent"));
+    let plan = Plan { memory_budget_percent: Some(80), ..unsealed() }.seal().expect("it is consistent");
+    let again = Plan::from_json(&plan.to_json()).expect("the text is a plan");
+    assert_eq!(again.memory_budget_percent, Some(80));
 }
 
 #[test]
@@ -200,6 +209,7 @@ fn inconsistent_plans_are_refused() {
     let many = |plan: &mut Plan| (plan.microbatches, plan.batch_rows) = (u32::MAX, u64::MAX);
     assert_eq!(fault(many), PlanFault::TooManyMicrobatches(u32::MAX));
     assert_eq!(fault(|plan| plan.world_size = u32::MAX), PlanFault::TooManyRanks(u32::MAX));
+    assert_eq!(fault(|plan| plan.memory_budget_percent = Some(101)), PlanFault::MemoryBudget(101));
     let gap = PlanFault::Ops { stage: 1, first: 6, end: 9, expected: 5 };
     assert_eq!(fault(|plan| plan.stages[1].ops.first = 6), gap);
     let none = PlanFault::Ops { stage: 1, first: 5, end: 5, expected: 5 };

@@ -61,6 +61,11 @@ impl Cluster {
         self.0.levels.iter().map(|level| level.name.clone()).collect()
     }
 
+    /// The same cluster, whose devices have memory for anything.
+    fn with_ample_memory(&self) -> Self {
+        Self(self.0.clone().with_ample_memory())
+    }
+
     /// The same cluster with the links that were measured.
     fn with_links(&self, profile: &Profile) -> Self {
         Self(self.0.clone().with_links(&profile.0.levels))

@@ -19,6 +19,8 @@ impl ErrorClass {
     pub const CAPTURE: Self = Self("CaptureError");
     /// There is no Plan.
     pub const PLAN: Self = Self("PlanError");
+    /// There is none for want of memory.
+    pub const MEMORY: Self = Self("MemoryShortageError");
     /// A plan file is damaged or of something else.
     pub const PLAN_FILE: Self = Self("PlanFileError");
     /// A profile is damaged or of something else.
@@ -103,10 +105,10 @@ impl Raised for SearchError {
         match self {
             Self::Cluster(error) => error.class(),
             Self::Plan(error) => error.class(),
+            Self::DoesNotFit(_) => ErrorClass::MEMORY,
             Self::Settings { .. }
             | Self::Empty { .. }
             | Self::TooFewBlocks { .. }
-            | Self::DoesNotFit(_)
             | Self::Stopped
             | Self::Told
             | Self::NoStep(_)

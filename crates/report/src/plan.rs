@@ -103,10 +103,11 @@ pub(crate) fn summary(plan: &Plan, workload: Option<&Workload>, width: usize) ->
     let figures = StepFigures::predicted(plan, workload);
     let rank = figures.rank().map(|rank| format!("; {rank}")).unwrap_or_default();
     format!(
-        "{}{}{}{}{}{}",
+        "{}{}{}{}{}{}{}",
         title(plan, plan.batch_rows, width),
         precision(plan, width),
         eager_spans(plan, width),
+        memory_budget(plan, width),
         paragraph(&format!("Predicted: {}{rank}", figures.speed()), width),
         figures.devices(width),
         Deployment::new(plan, plan.batch_rows).remarks(width),
@@ -127,6 +128,15 @@ fn eager_spans(plan: &Plan, width: usize) -> String {
             paragraph(&format!("Not compiled: {kinds}, which were measured to be no slower as they are"), width)
         }
     }
+}
+
+/// What compiled Spans keep, if the Plan limits it.
+fn memory_budget(plan: &Plan, width: usize) -> String {
+    plan.memory_budget_percent.map_or_else(String::new, |percent| {
+        let text =
+            format!("Compiled: spans compute some of what backwards need again, within a memory budget of {percent}%");
+        paragraph(&text, width)
+    })
 }
 
 /// A Plan to show with its predictions: times of one microbatch on the largest Replica of each Stage, memory of one
@@ -308,6 +318,14 @@ mod tests {
         let told = "Not compiled: 2 kinds of spans, which were measured to be no slower as they are\n";
         assert!(summary(&plan, None, 120).contains(told));
         assert!(!summary(&sample(), None, 120).contains("Not compiled"));
+    }
+
+    #[test]
+    fn a_budget_of_compiled_spans_is_told() {
+        let plan = Plan { memory_budget_percent: Some(80), ..sample() };
+        let told = "Compiled: spans compute some of what backwards need again, within a memory budget of 80%\n";
+        assert!(summary(&plan, None, 120).contains(told));
+        assert!(!summary(&sample(), None, 120).contains("Compiled"));
     }
 
     #[test]

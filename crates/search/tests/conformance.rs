@@ -140,6 +140,7 @@ impl Case {
             schedule: self.schedule.clone(),
             stages: self.ranks.iter().cloned().zip(self.cuts()).zip(&self.sharding).map(stage).collect(),
             eager_spans: Vec::new(),
+            memory_budget_percent: None,
             predicted: StepPrediction::default(),
             checksum: String::new(),
         };

@@ -3,6 +3,7 @@
 mod encoder;
 
 use std::collections::BTreeSet;
+use std::slice::from_ref;
 
 use encoder::encoder;
 use rannc_cost::{BlockPoint, BlockProfile, Blocks, Cluster, Profile};
@@ -174,6 +175,27 @@ fn plans_name_the_spans_that_were_measured_as_they_are() {
     assert_eq!(repriced(&[read], &estimated), ["s1", "s2"]);
     assert_eq!(repriced(&[], &found.plan), ["s1", "s2"]);
     assert!(found.runners_up.iter().all(|plan| plan.eager_spans == found.plan.eager_spans));
+}
+
+/// So does under which budget of memory Spans were compiled: the least of all devices.
+#[test]
+fn plans_have_the_memory_budget_that_was_measured() {
+    let graph = encoder(2, 256, 64, 1000);
+    let cluster = Cluster::preset("H200", 1, 1).expect("a device");
+    let full = profile(&graph, &cluster, &[point(ROWS, 1000, 1000)]);
+    let lean = Profile { memory_budget_percent: Some(80), ..full.clone() }.seal().expect("figures agree");
+    let lean = Profile::from_json(&lean.to_json()).expect("the text is a profile");
+    let settings = one_stage();
+    let found = |profile: &Profile| plan(&graph, &cluster, from_ref(profile), &settings).expect("fits").plan;
+    assert_eq!(found(&full).memory_budget_percent, None);
+    assert_eq!(found(&lean).memory_budget_percent, Some(80));
+    let repriced = |profiles: &[Profile], plan: &Plan| {
+        let costs = PlanCosts::new(&graph, &cluster, profiles, &settings, plan).expect("it is of this graph");
+        costs.predicted().expect("figures").memory_budget_percent
+    };
+    assert_eq!(repriced(from_ref(&full), &found(&lean)), None);
+    assert_eq!(repriced(&[], &found(&lean)), Some(80));
+    assert!(Profile { memory_budget_percent: Some(101), ..full }.seal().is_err());
 }
 
 #[test]

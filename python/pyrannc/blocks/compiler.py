@@ -19,7 +19,7 @@ from pyrannc.blocks.graphs import NotCompilable
 from pyrannc.blocks.joint import Seen, see, trace
 from pyrannc.blocks.kept import KeptCode
 from pyrannc.blocks.placed import Fitted, PlacedSpan
-from pyrannc.capture.torch_internals.compiler import default_compiler_folder, has_compiler_of_host
+from pyrannc.capture.torch_internals.compiler import default_compiler_folder, has_compiler_of_host, memory_budget
 from pyrannc.core.gradient_reach import Senders
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart
@@ -64,8 +64,11 @@ class Compiler:
         folder: where compiled code is kept from start to start; None for as long as the process lives.
         conditions: what kernels depend on beside what they compute, as it is now.
         eager_spans: hashes of those that stay as they are.
+        memory_budget_percent: how much of what a backward needs they may keep for it, instead of computing it again:
+            torch's ``activation_memory_budget``; None leaves that as it is.
 
     Attributes:
+        memory_budget_percent: as given.
         unable: why nothing can be compiled here; empty if it can.
     """
 
@@ -75,7 +78,9 @@ class Compiler:
         folder: Path | None,
         conditions: Callable[[], object],
         eager_spans: Set[str] = frozenset(),
+        memory_budget_percent: int | None = None,
     ) -> None:
+        self.memory_budget_percent = memory_budget_percent
         self._device = device
         self._conditions = conditions
         self._eager_spans = eager_spans
@@ -165,11 +170,12 @@ class Compiler:
             return function.obstacle
         try:
             with _kept_in(self._folder):
-                file = self._kept.file_of(function, task.form, task.seen, self._device, self._conditions())
-                found = self._kept.find(file, function, task.form, task.seen, numbers, randomness)
-                if found is not None:
-                    return found
-                joint = trace(function.call, task.form, numbers, task.seen, randomness, self._device)
+                with memory_budget(self.memory_budget_percent):
+                    file = self._kept.file_of(function, task.form, task.seen, self._device, self._conditions())
+                    found = self._kept.find(file, function, task.form, task.seen, numbers, randomness)
+                    if found is not None:
+                        return found
+                    joint = trace(function.call, task.form, numbers, task.seen, randomness, self._device)
                 made = SpanCode.compile(joint, task.form, function.call, numbers, randomness)
             if made.may_be_recomputed and (made.ends.changed or made.lifted.placed):
                 return "a backward may come for some of its results, and it changes buffers or draws inside of a kernel"

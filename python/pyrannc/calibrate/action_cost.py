@@ -15,7 +15,10 @@ from pyrannc.capture import Sample
 from pyrannc.config import Config
 from pyrannc.core.profile import ProfileFacts
 from pyrannc.job import process
-from pyrannc.planning import Request, decide, find_cluster, find_profiles, own_device
+from pyrannc.planning.decision import decide
+from pyrannc.planning.machine import find_cluster, own_device
+from pyrannc.planning.measured import find_profiles
+from pyrannc.planning.search import Request
 from pyrannc.profile.meter import Meter
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions

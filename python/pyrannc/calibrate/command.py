@@ -19,7 +19,7 @@ from pyrannc.core.profile import LevelPoint
 from pyrannc.errors import RaNNCError
 from pyrannc.files import write_atomically
 from pyrannc.job import agree, process
-from pyrannc.planning import find_cluster, own_device
+from pyrannc.planning.machine import find_cluster, own_device
 from pyrannc.profile.links import measure_links, measure_products_slowdown
 
 if sys.version_info >= (3, 11):

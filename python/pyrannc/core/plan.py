@@ -122,6 +122,7 @@ class PlanFacts:
     Attributes:
         schedule: a name, or ``listed``.
         eager_spans: hashes of the Spans that are not compiled.
+        memory_budget_percent: how much of what a backward needs the others may keep; None: whatever they would.
     """
 
     world_size: int
@@ -131,6 +132,7 @@ class PlanFacts:
     stages: tuple[StagePlan, ...]
     predicted: StepPrediction
     eager_spans: frozenset[str] = frozenset()
+    memory_budget_percent: int | None = None
 
     @property
     def divides(self) -> bool:
@@ -153,6 +155,7 @@ class PlanFacts:
             stages=tuple(_stage(item) for item in plan["stages"]),
             predicted=StepPrediction(plan["predicted"]["step_us"], plan["predicted"]["bubble"]),
             eager_spans=frozenset(plan.get("eager_spans", ())),
+            memory_budget_percent=plan.get("memory_budget_percent"),
         )
 
 

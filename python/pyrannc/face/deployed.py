@@ -22,7 +22,9 @@ from pyrannc.job import agree, phases, process
 from pyrannc.job.faults import announced, watchdog
 from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
-from pyrannc.planning import Request, compiled_folder, conditions_of_code, decide, dry_run, save_if_asked
+from pyrannc.planning.decision import decide, dry_run, save_if_asked
+from pyrannc.planning.measured import compiled_folder, conditions_of_code
+from pyrannc.planning.search import Request
 from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.store.by_parameter import refuse_across, why_across
@@ -134,8 +136,12 @@ class DeployedModel(StateOfModel):
     def _compiling(self, plan: Plan) -> Compiling | None:
         if not self._config.compiles_on(self.device.type):
             return None
+        facts = PlanFacts.of(plan)
         return Compiling(
-            compiled_folder(self._config), conditions_of_code(self.device, self._config), PlanFacts.of(plan).eager_spans
+            compiled_folder(self._config),
+            conditions_of_code(self.device, self._config),
+            facts.eager_spans,
+            facts.memory_budget_percent,
         )
 
     def _note_used_params(self, store: ParamStore) -> None:

@@ -58,6 +58,11 @@ class BlockSource:
         """Values that lie with channels last where Spans are compiled."""
         return images(self.captured, self.facts) if self.compiler is not None else frozenset()
 
+    @property
+    def memory_budget_percent(self) -> int | None:
+        """Of compiled Spans; None where nothing limits what they keep."""
+        return None if self.compiler is None else self.compiler.memory_budget_percent
+
     @cached_property
     def senders(self) -> Senders:
         """From where gradients come to Values."""
@@ -131,6 +136,11 @@ class BlockCode:
         for weight in self._weights:
             # Backwards add to gradients that are there, as in a step.
             weight.grad = torch.zeros_like(weight)
+
+    @property
+    def keeps_less(self) -> bool:
+        """Its compiled code is to keep less from forward to backward."""
+        return self._source.memory_budget_percent is not None
 
     def _results_used_by(self, ops: Sequence[int], makers: Sequence[int]) -> tuple[int, ...]:
         made = {value for op in makers for value in self._source.facts.ops[op].results}

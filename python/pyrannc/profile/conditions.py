@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from pyrannc import _native
+from pyrannc.capture.torch_internals.compiler import memory_budget, memory_budget_in_force
 from pyrannc.capture.torch_internals.devices import order_of_attention_kernels
 from pyrannc.capture.torch_internals.memsets import replaces_memsets
 
@@ -44,6 +45,8 @@ _OF_ONE_START = ("NCCL_COMM_ID", "NCCL_DEBUG")
 _OF_LINKS = ("FI_", "GLOO_", "NCCL_", "TORCH_NCCL_", "UCC_", "UCX_")
 """Among those, what chooses how links work, and nothing of what a device computes alone."""
 
+_BUDGET = "memory budget"
+
 Surroundings: TypeAlias = tuple[tuple[str, str], ...]
 """Names and values."""
 
@@ -64,11 +67,24 @@ class Conditions:
     versions: tuple[tuple[str, str], ...]
     switches: str
 
+    def of_links(self) -> Conditions:
+        """Without what changes computations alone."""
+        return replace(self, versions=tuple(item for item in self.versions if item[0] != _BUDGET))
+
 
 def conditions(
-    device: torch.device, *, fused_dropout: bool, compiled: bool = False, replayed: bool = False
+    device: torch.device,
+    *,
+    fused_dropout: bool,
+    compiled: bool = False,
+    replayed: bool = False,
+    memory_budget_percent: int | None = None,
 ) -> Conditions:
-    """Those in force on ``device`` now."""
+    """Those in force on ``device`` now.
+
+    Args:
+        memory_budget_percent: as :class:`pyrannc.blocks.compiler.Compiler` has it.
+    """
     versions = {"pyrannc": _native.version, "torch": torch.__version__}
     versions |= {"working copies": "once a step", "backwards": "whole and in two parts"}
     versions["updates"] = "alone, of random numbers" + (", by the device" if replayed else "")
@@ -84,6 +100,10 @@ def conditions(
     if compiled:
         versions["spans"] = "compiled where that pays, with several draws, gradients that go on first"
         versions["images"] = "channels last"
+        with memory_budget(memory_budget_percent):
+            budget = memory_budget_in_force()
+        if budget != 1:
+            versions[_BUDGET] = f"{budget:.0%}"
     return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))
 
 

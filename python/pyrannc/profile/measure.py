@@ -41,7 +41,7 @@ class BlockMeter:
     Attributes:
         slowdown: how many times longer the leading Block takes in a training than when it is measured; none before.
         message_slowdown: by what share it takes longer beside a message; none before, and where that is not known.
-        eager_spans: hashes of Spans whose code takes longer than their operators.
+        eager_spans: hashes of Spans whose code takes longer than their operators, and keeps no less where it should.
     """
 
     def __init__(self, device: torch.device, *, replayed: bool = False) -> None:
@@ -112,7 +112,9 @@ class BlockMeter:
             if code.compile(rows, code.feeds(rows)):
                 # Its parts are taken to gain what the whole backward does.
                 compiled = self._point(code, rows, self._host_us(code, rows), parted=False)
-                if self._taken_us(compiled) <= _MOST_AGAINST_PLAIN * self._taken_us(plain):
+                # Where memory is short, it is not the time that decides.
+                is_leaner = code.keeps_less and compiled.saved_bytes < plain.saved_bytes
+                if is_leaner or self._taken_us(compiled) <= _MOST_AGAINST_PLAIN * self._taken_us(plain):
                     return compiled
                 self.eager_spans.add(code.span_hash)
         except Exception as error:  # whatever a compiler or its code raises: the operators are measured

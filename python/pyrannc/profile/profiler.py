@@ -130,8 +130,13 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
         On rank 0, in the order of the ranks that have those devices first; nothing on other ranks.
     """
     source = subject.spans.source
-    compiled = source.compiler is not None
-    kind = conditions(device, fused_dropout=source.fused_dropout, compiled=compiled, replayed=source.replayed)
+    kind = conditions(
+        device,
+        fused_dropout=source.fused_dropout,
+        compiled=source.compiler is not None,
+        replayed=source.replayed,
+        memory_budget_percent=source.memory_budget_percent,
+    )
     own = kind, surroundings()
     told: list[tuple[Conditions, Surroundings]] = agree.gather_objects(own)
     blocks = _profiles_of_blocks(subject, device, cache, told)
@@ -156,7 +161,10 @@ def _profiles_of_blocks(subject: Subject, device: torch.device, cache: ProfileCa
     )
 
     def keep() -> list[Profile]:
-        profiles = [_seal(key, measured[key.conditions], updates[everyone.index(key.conditions)]) for key in keys]
+        budget = subject.spans.source.memory_budget_percent
+        profiles = [
+            _seal(key, measured[key.conditions], updates[everyone.index(key.conditions)], budget) for key in keys
+        ]
         for key, found in zip(keys, profiles, strict=True):
             cache.keep(key, found)
         return profiles
@@ -175,7 +183,7 @@ def _links(subject: Subject, device: torch.device, cache: ProfileCache, told: _T
     key = LinksKey(
         ranks_per_node=tuple(subject.hosts.count(host) for host in dict.fromkeys(subject.hosts)),
         level_names=subject.level_names,
-        conditions=tuple(dict.fromkeys(kind for kind, _ in told)),
+        conditions=tuple(dict.fromkeys(kind.of_links() for kind, _ in told)),
         surroundings=tuple(dict.fromkeys(around for _, around in told)),
     )
     levels = _kept(cache, key, lambda: Links(tuple(measure_links(subject.hosts, subject.level_names, device))))
@@ -351,7 +359,9 @@ def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str
     return _Share(points, meter.eager_spans, meter.slowdown, meter.message_slowdown)
 
 
-def _seal(key: BlocksKey, measured: _Measured, update: UpdatePoint | None) -> Profile:
+def _seal(
+    key: BlocksKey, measured: _Measured, update: UpdatePoint | None, memory_budget_percent: int | None
+) -> Profile:
     content = {
         "graph_hash": key.graph_hash,
         "device": key.conditions.device,
@@ -359,6 +369,7 @@ def _seal(key: BlocksKey, measured: _Measured, update: UpdatePoint | None) -> Pr
         "versions": dict(key.conditions.versions),
         "blocks": {block: [asdict(point) for point in points] for block, points in measured.points.items()},
         "eager_spans": sorted(measured.eager_spans),
+        "memory_budget_percent": memory_budget_percent,
         "update": None if update is None else asdict(update),
         "message_slowdown": measured.message_slowdown,
     }

@@ -66,14 +66,20 @@ class Compiling:
         folder: where compiled code is kept; None for this process alone.
         conditions: what kernels depend on beside what they compute, as it is now.
         eager_spans: hashes of the Spans that stay as they are.
+        memory_budget_percent: how much of what a backward needs the others may keep; None: whatever they would.
     """
 
     def __init__(
-        self, folder: Path | None, conditions: Callable[[], object], eager_spans: Set[str] = frozenset()
+        self,
+        folder: Path | None,
+        conditions: Callable[[], object],
+        eager_spans: Set[str] = frozenset(),
+        memory_budget_percent: int | None = None,
     ) -> None:
         self._folder = folder
         self._conditions = conditions
         self._eager_spans = eager_spans
+        self._memory_budget_percent = memory_budget_percent
         # Meanwhile ranks wait for one another, and for their devices.
         self._loading = begin_loading_compiler()
         self._met: dict[int, dict[int, int]] = {}
@@ -168,7 +174,9 @@ class Compiling:
 
     def _tasks(self, context: StageContext, variant: Variant, program: RankProgram) -> list[Task]:
         if self._compiler is None:
-            self._compiler = Compiler(context.device, self._folder, self._conditions, self._eager_spans)
+            self._compiler = Compiler(
+                context.device, self._folder, self._conditions, self._eager_spans, self._memory_budget_percent
+            )
         sizes = dict.fromkeys(hi - lo for lo, hi in program.rows if hi > lo)
         return [task for rows in sizes for task in self._tasks_at(self._compiler, context, variant, program, rows)]
 

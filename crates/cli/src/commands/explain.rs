@@ -1,7 +1,6 @@
 //! `rannc explain`.
 
 use anyhow::Result;
-use rannc_cost::Cluster;
 use rannc_report::{Explanation, Question};
 use rannc_search::{PlanCosts, Settings};
 
@@ -31,11 +30,7 @@ pub(crate) fn run(args: ExplainArgs, context: &Context) -> Result<Printer> {
 
 /// Step of the best plan on devices with far more memory.
 fn unlimited_step_us(model: &Model, settings: &Settings) -> Option<f64> {
-    const MORE: u64 = 1 << 10;
-    let mut cluster: Cluster = model.cluster.clone();
-    for device in &mut cluster.kinds {
-        device.memory_bytes = device.memory_bytes.saturating_mul(MORE);
-    }
+    let cluster = model.cluster.clone().with_ample_memory();
     let settings = Settings { memory_limit_bytes: None, runners_up: 0, gains: false, ..settings.clone() };
     let outcome = rannc_search::plan(&model.graph, &cluster, &model.profiles, &settings).ok()?;
     Some(outcome.plan.predicted.step_us)

@@ -26,6 +26,7 @@ pub fn write_plan(folder: &Folder, file: &str, stages: &[(u32, u32)], change: im
         schedule: ScheduleKind::OneForwardOneBackward.into(),
         stages: Vec::new(),
         eager_spans: Vec::new(),
+        memory_budget_percent: None,
         predicted: StepPrediction { step_us: 2500.0, bubble: 0.3, lower_bound_us: 2400.0 },
         checksum: String::new(),
     };

@@ -65,6 +65,15 @@ impl Cluster {
         Ok(cluster)
     }
 
+    /// The same cluster, whose devices have memory for anything.
+    pub fn with_ample_memory(mut self) -> Self {
+        const MORE: u64 = 1 << 10;
+        for device in &mut self.kinds {
+            device.memory_bytes = device.memory_bytes.saturating_mul(MORE);
+        }
+        self
+    }
+
     /// The same cluster with measured links at the levels that have the names of measured ones.
     pub fn with_links(mut self, measured: &[MeasuredLevel]) -> Self {
         for level in &mut self.levels {

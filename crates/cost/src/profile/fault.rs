@@ -50,6 +50,9 @@ pub enum ProfileFault {
         /// The row count.
         rows: u64,
     },
+    /// More than all.
+    #[error("compiled spans keep at most {0}% of what they would keep; this must be from 0 to 100")]
+    MemoryBudget(u8),
     /// A time or an amount of parameters that no optimizer has.
     #[error("the end of a step takes {} us for {} bytes of parameters; both must be positive numbers", .0.update_us, .0.params_bytes)]
     Update(MeasuredUpdate),

@@ -31,6 +31,10 @@ pub struct Profile {
     /// Hashes of the Spans that were measured as they are although Spans are compiled: their code takes longer.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub eager_spans: BTreeSet<String>,
+    /// How much of what compiled Spans would keep from forward to backward those that were measured keep at most, in
+    /// percent, as torch's `activation_memory_budget` counts it; `None`: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_budget_percent: Option<u8>,
     /// The end of a step, if it was measured.
     pub update: Option<MeasuredUpdate>,
     /// [`crate::Device::collective_slowdown`], if it was measured.
@@ -55,6 +59,7 @@ impl Profile {
             versions: BTreeMap::new(),
             blocks: BTreeMap::new(),
             eager_spans: BTreeSet::new(),
+            memory_budget_percent: None,
             update: None,
             collective_slowdown: None,
             message_slowdown: None,
@@ -70,6 +75,9 @@ impl Profile {
 
     pub(super) fn check(&self) -> Result<(), ProfileFault> {
         self.blocks.iter().try_for_each(|(hash, block)| block.check(hash))?;
+        if let Some(percent) = self.memory_budget_percent.filter(|percent| *percent > 100) {
+            return Err(ProfileFault::MemoryBudget(percent));
+        }
         if let Some(update) = self.update.filter(|update| !update.is_positive()) {
             return Err(ProfileFault::Update(update));
         }

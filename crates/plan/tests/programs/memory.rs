@@ -204,6 +204,7 @@ impl Case {
             schedule: self.schedule.into(),
             stages: (0..self.widths.len()).map(stage).collect(),
             eager_spans: Vec::new(),
+            memory_budget_percent: None,
             predicted: StepPrediction::default(),
             checksum: String::new(),
         };

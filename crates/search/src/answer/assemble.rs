@@ -24,6 +24,7 @@ pub(crate) struct Assembly<'a> {
     pub(crate) order: &'a RankOrder,
     pub(crate) pricing: &'a Pricing<'a>,
     pub(crate) eager_spans: &'a [String],
+    pub(crate) memory_budget_percent: Option<u8>,
 }
 
 impl Assembly<'_> {
@@ -71,6 +72,7 @@ impl Assembly<'_> {
             schedule,
             stages,
             eager_spans: self.eager_spans.to_vec(),
+            memory_budget_percent: self.memory_budget_percent,
             predicted: StepPrediction { step_us, bubble, lower_bound_us },
             checksum: String::new(),
         }

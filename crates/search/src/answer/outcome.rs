@@ -354,6 +354,7 @@ impl<'a> Planner<'a> {
             order: self.solver(self.settings).order(solution.case),
             pricing: &pricing,
             eager_spans: &self.model.eager_spans,
+            memory_budget_percent: self.model.memory_budget_percent,
         };
         make(&assembly)
     }

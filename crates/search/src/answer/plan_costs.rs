@@ -135,6 +135,7 @@ impl<'a> PlanCosts<'a> {
         let mut plan = self.plan.clone();
         if self.model.measured_kinds() > 0 {
             plan.eager_spans.clone_from(&self.model.eager_spans);
+            plan.memory_budget_percent = self.model.memory_budget_percent;
         }
         let mut times = Vec::new();
         let linker = self.linker(&pricing, &found);

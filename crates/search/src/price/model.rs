@@ -20,6 +20,8 @@ pub(crate) struct Model {
     pub(crate) measured: Vec<Option<Measured>>,
     /// Of all kinds of devices.
     pub(crate) eager_spans: Vec<String>,
+    /// The least of all kinds of devices, [`Profile::memory_budget_percent`].
+    pub(crate) memory_budget_percent: Option<u8>,
 }
 
 impl Model {
@@ -42,8 +44,11 @@ impl Model {
         let eager: BTreeSet<_> =
             cluster.kinds.iter().filter_map(profile_of).flat_map(|found| &found.eager_spans).collect();
         let eager_spans = eager.into_iter().cloned().collect();
+        let memory_budget_percent =
+            cluster.kinds.iter().filter_map(profile_of).filter_map(|found| found.memory_budget_percent).min();
         let (crossings, states, batch) = (spec.crossings.clone(), spec.states.clone(), spec.batch.clone());
-        Self { blocks, chain: Chain::new(spec, &cluster.kinds), crossings, states, batch, measured, eager_spans }
+        let chain = Chain::new(spec, &cluster.kinds);
+        Self { blocks, chain, crossings, states, batch, measured, eager_spans, memory_budget_percent }
     }
 
     pub(crate) fn problem<'a>(&'a self, cluster: &'a Cluster, settings: &'a Settings) -> Problem<'a> {

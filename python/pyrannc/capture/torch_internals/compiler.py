@@ -6,7 +6,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -65,6 +65,25 @@ def parted(
         node.meta["partitioner_tag"] = "must_be_in_backward"
     with V.set_fake_mode(mode), tracing(TracingContext(mode)), torch.no_grad():
         return partition_fn(joint, arguments, num_fwd_outputs=results, static_lifetime_input_indices=held)
+
+
+def memory_budget(percent: int | None) -> AbstractContextManager[object]:
+    """Inside, what :func:`parted` leaves to keep is at most so much of what it would be, if little more has to be
+    computed for that; None leaves it to the user. Public: ``torch._functorch.config.activation_memory_budget``."""
+    from torch._functorch import config
+
+    if percent is None:
+        return nullcontext()
+    patched: AbstractContextManager[object] = config.patch(activation_memory_budget=percent / 100)
+    return patched
+
+
+def memory_budget_in_force() -> float:
+    """The user's, or that of :func:`memory_budget`: 1 for all. Public: as there."""
+    from torch._functorch import config
+
+    budget: float = config.activation_memory_budget
+    return budget
 
 
 def compiled_by_inductor(

@@ -1,0 +1,1 @@
+"""From the configuration and the machine to a Plan."""
