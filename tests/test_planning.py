@@ -240,14 +240,21 @@ class Searches:
         monkeypatch.setattr(decision, "find_profiles", self._measure)
         monkeypatch.setattr(decision, "own_device", lambda _: RankDevice("cpu", GIB, False, "here"))
         monkeypatch.setattr(attempts, "search", self._search)
+        monkeypatch.setattr(attempts, "has_compiler_of_host", lambda: True)
 
     def _measure(self, request: Request, cluster: Cluster, hosts: object, percent: int | None) -> list[int | None]:
         self.asked.append(percent)
         return [percent]
 
-    def _search(self, request: Request, cluster: Cluster, profiles: list[int | None], world_size: int) -> Plan:
-        is_ample = cluster.to_toml() != Cluster.of_ranks([("cpu", GIB, False, "here")]).to_toml()
+    def _search(
+        self, request: Request, cluster: Cluster, profiles: list[int | None], world_size: int, *, tells: bool = True
+    ) -> Plan:
+        own = Cluster.of_ranks([("cpu", GIB // world_size, False, "here")] * world_size)
+        is_ample = cluster.to_toml() != own.to_toml()
+        assert tells is not is_ample
         step_ms = self._ample if is_ample else self._by_budget[profiles[0]]
+        if step_ms == 0:
+            raise PlanError("the time is over")
         if step_ms is None:
             raise MemoryShortageError(f"short with {profiles[0]}")
         predicted = {**self._plan["predicted"], "step_us": 1e3 * step_ms}
@@ -269,6 +276,9 @@ class Searches:
         (10, {None: 15, 80: 14.9, 30: 11, 0: 14}, 30, [None, 80, 30, 0]),
         (10, {None: 15, 80: None, 30: 14.9, 0: 16}, None, [None, 80, 30, 0]),
         (10, {None: None, 80: None, 30: 13, 0: 13.2}, 30, [None, 80, 30, 0]),
+        # The time is over in a later search, and in the one with ample memory.
+        (10, {None: 15, 80: 12, 30: 0}, 80, [None, 80, 30]),
+        (0, {None: 15}, None, [None]),
         (10, {None: None, 80: None, 30: None, 0: 13}, 0, [None, 80, 30, 0]),
     ],
 )
@@ -282,6 +292,16 @@ def test_spans_keep_less_as_long_as_that_makes_steps_faster(
     searches = Searches(monkeypatch, ample, by_budget)
     assert searches.budget() == budget
     assert searches.asked == asked
+
+
+def decided() -> tuple[int | None, list[int | None]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        searches = Searches(monkeypatch, 10, {None: 15, 80: None, 30: 11, 0: 14})
+        return searches.budget(), searches.asked
+
+
+def test_all_ranks_measure_under_the_budgets_that_rank_0_asks_for(ranks: Ranks) -> None:
+    assert ranks(2).run(decided) == [(30, [None, 80, 30, 0])] * 2
 
 
 def test_where_nothing_fits_the_leanest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,18 +108,21 @@ def test_memory_budget() -> None:
             made = torch.nn.functional.gelu(x @ weight) @ weight.T
         return [made.detach(), *torch.autograd.grad(made, [x, weight], tangent)]
 
-    def kept(percent: int | None) -> int:
+    def kept(percent: int | None, once: str = "") -> int:
         mode = fake_mode()
         with mode:
             arguments = [torch.empty(64, 4), torch.empty(4, 64), torch.empty(64, 4)]
         graph = compiler.without_changes(compiler.operators_below_autograd(wide, arguments, mode), arguments, mode)
+        graph = named(graph, ["primals_0", "primals_1", "tangents_0"])
         with compiler.memory_budget(percent):
-            forward, _ = compiler.parted(named(graph, ["primals_0", "primals_1", "tangents_0"]), 1, mode)
+            forward, _ = compiler.parted(graph, 1, mode, once=[node for node in graph.graph.nodes if node.name == once])
         return sum(int(node.meta["val"].numel()) for node in forward.graph.output_node().args[0][1:])
 
     # Both the product and what gelu makes of it, or the product alone.
     assert kept(None) - kept(80) == 64 * 64
     assert kept(None) == kept(100)
+    # What comes in alone, and what is not to be computed again.
+    assert kept(0, once="mm") - kept(0) == 64 * 64
 
 
 def test_compiled_by_inductor() -> None:

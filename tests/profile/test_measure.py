@@ -209,6 +209,24 @@ def test_a_slow_host_does_not_count_where_steps_are_replayed(
     assert meter.eager_spans == (set() if replayed else {code.span_hash})
 
 
+@pytest.mark.parametrize(
+    ("kept_bytes", "takes_us", "is_taken"), [(50, 25.0, True), (95, 25.0, False), (95, 20.0, True), (50, 40.0, False)]
+)
+def test_code_under_a_memory_budget_may_take_longer_if_it_keeps_less(
+    layers: Subject, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, takes_us: float, is_taken: bool
+) -> None:
+    code = block(layers, 2)
+    monkeypatch.setattr(code, "compile", lambda rows, feeds: True)
+    monkeypatch.setattr(code, "leave_as_it_is", lambda: None)
+    monkeypatch.setattr(type(code), "keeps_less", True)
+    plain, compiled = ((20.0, 100), (takes_us, kept_bytes))
+    points = iter([BlockPoint(1, True, us, us, us, us, saved_bytes=saved) for us, saved in (plain, compiled)])
+    meter = BlockMeter(CPU)
+    monkeypatch.setattr(meter, "_point", lambda *_, **__: next(points))
+    meter.points("block", lambda: code, (1,))
+    assert meter.eager_spans == (set() if is_taken else {code.span_hash})
+
+
 def test_what_all_layers_take_leads(layers: Subject) -> None:
     hashes = layers.spans.hashes
     assert layers.leading in hashes

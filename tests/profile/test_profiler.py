@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 import pyrannc
 from pyrannc._native import Profile
@@ -22,6 +23,7 @@ from pyrannc.job import process
 from pyrannc.job.phases import phase
 from pyrannc.profile.block import BlockCode
 from pyrannc.profile.cache import ProfileCache, default_folder
+from pyrannc.profile.conditions import Conditions, conditions
 from pyrannc.profile.profiler import Subject, profile
 from tests.ranks import RankPool
 from tests.runtime.equivalence import Case, check, environment
@@ -389,3 +391,14 @@ def run_once_or_mismatch(layers: int) -> str:
 def test_a_bad_folder_for_the_profile_ends_no_training(ranks: Ranks, tmp_path: Path) -> None:
     env = {"RANNC_GRAPH_PROFILE_FILE": str(tmp_path / "missing" / "file"), "RANNC_SAVE_GRAPH_PROFILE": "1"}
     assert ranks(2).run(run_once, 1, env={**env, "RANNC_PROFILE_CACHE": "0"}) == ["", ""]
+
+
+def test_a_memory_budget_of_the_user_is_not_one_that_planning_tries() -> None:
+    def found(percent: int | None, budget: float = 1.0) -> Conditions:
+        with functorch_config.patch(activation_memory_budget=budget):
+            return conditions(CPU, fused_dropout=True, compiled=True, memory_budget_percent=percent)
+
+    apart = [found(None), found(80), found(0), found(None, 0.8), found(None, 0.004), found(None, 0.0)]
+    assert len(set(apart)) == len(apart)
+    # What links take does not depend on it.
+    assert len({kind.of_links() for kind in apart}) == 1

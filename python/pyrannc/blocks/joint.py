@@ -149,7 +149,10 @@ def trace(
     results = len(tracing.made) + len(changed)
     trains = bool(roots and tracing.differentiated)
     if trains:
-        forward, backward = parted(copied(graph), results, mode)
+        both = copied(graph)
+        forward, backward = parted(both, results, mode, once=_drawing(both))
+        if _drawing(backward):
+            raise NotCompilable("its backward would draw random numbers again")
         keep_arguments_whole(forward, backward, results)
     ends = Ends(
         given=tuple(tracing.given),
@@ -234,19 +237,23 @@ class _Tracing:
             self.made.append(own)
 
 
+def _drawing(graph: fx.GraphModule) -> list[fx.Node]:
+    """Ops that draw from the device's generator."""
+    operators = (node for node in graph.graph.nodes if isinstance(node.target, OpOverload))
+    return [node for node in operators if draws_random_numbers(node)]
+
+
 def _refuse(graph: fx.GraphModule, lifted: Lifted) -> None:
     """Raises for Ops whose effects or numbers would be others in compiled code."""
-    drawing = []
     for node in graph.graph.nodes:
         if node.op != "call_function" or getattr(node.target, "__module__", "") == "_operator":
             continue
         if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims"):
             raise NotCompilable(f"{node.target} is not an operator of torch")
-        if draws_random_numbers(node):
-            drawing.append(node)
         own = schema(node.target)
         if not own.returns or own.is_mutable:
             raise NotCompilable(f"{node.target} has effects beside its results")
+    drawing = _drawing(graph)
     if len(drawing) != len(lifted.placed):
         raise NotCompilable("it sets the generator otherwise than its Ops draw from it")
     # No compiler can exchange Ops of which one needs what the other gives.

@@ -15,7 +15,7 @@ from pyrannc.config import Config
 from pyrannc.errors import PlanFileError
 from pyrannc.job import agree, phases, process
 from pyrannc.log import get_logger
-from pyrannc.planning.attempts import Attempts, budgets_percent
+from pyrannc.planning.attempts import Attempts
 from pyrannc.planning.machine import RankDevice, find_cluster, in_words, own_device
 from pyrannc.planning.measured import configured_profile, find_profiles
 from pyrannc.planning.search import Request, search
@@ -43,32 +43,32 @@ def decide(request: Request, plan_file: Path | None) -> Plan:
             phases.note(f"from {plan_file}")
             return plan
 
-        plan = _of_first(read)
-        assert plan is not None, "it was read"
-        return plan
+        found = _of_rank_0(read)
+        assert isinstance(found, Plan), "it was read"
+        return found
     ranks: list[RankDevice] = agree.gather_objects(own_device(request.device))
     cluster = agree.together(lambda: find_cluster(request.config, ranks))
-    attempts, budgets = Attempts(request, cluster), budgets_percent(request)
-    for percent in budgets:
+    attempts, percent = Attempts(request, cluster), None
+    while True:
         with phases.phase("DPStaging", "profile", "the measurement of Blocks and links"):
             profiles = find_profiles(request, cluster, [rank.host for rank in ranks], percent)
-        plan = _of_first(partial(attempts.take, profiles, percent, last=percent == budgets[-1]))
-        if plan is not None:
-            return plan
-    raise AssertionError("the last attempt gives a Plan, or raises")
+        found = _of_rank_0(partial(attempts.take, profiles, percent))
+        if isinstance(found, Plan):
+            return found
+        percent = found
 
 
-def _of_first(find: Callable[[], Plan | None]) -> Plan | None:
-    """The Plan that rank 0 finds, on all ranks."""
+def _of_rank_0(find: Callable[[], Plan | int]) -> Plan | int:
+    """What rank 0 finds, on all ranks: a Plan, or under which memory budget Spans are to be measured next."""
     first = process.get_rank() == 0
 
-    def told() -> str | None:
+    def told() -> str | int | None:
         found = find() if first else None
-        return None if found is None else found.to_json()
+        return found.to_json() if isinstance(found, Plan) else found
 
     with phases.phase("DPStaging", "plan", "the search for a Plan", busy=first):
-        text = agree.broadcast_object(agree.together(told))
-        return None if text is None else Plan.from_json(text)
+        found: str | int = agree.broadcast_object(agree.together(told))
+        return Plan.from_json(found) if isinstance(found, str) else found
 
 
 def save_if_asked(plan: Plan, config: Config) -> None:

@@ -38,15 +38,20 @@ class Request:
     zero: str = "off"
 
 
-def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], world_size: int) -> Plan:
+def search(
+    request: Request, cluster: Cluster, profiles: Sequence[Profile], world_size: int, *, tells: bool = True
+) -> Plan:
     """Searches the best Plan for the first ``world_size`` devices of a cluster.
+
+    Args:
+        tells: what there is to remark goes into the log.
 
     Raises:
         PlanError: nothing fits, or the configuration asks for what cannot be.
     """
     asked, linked = search_settings(request, world_size), with_links(cluster, profiles)
     plan, remark = Plan.search_with_remark(request.variant.graph, linked, list(profiles), asked.to_json())
-    if remark:
+    if remark and tells:
         phases.note(remark)
     return plan
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pyrannc import _native
-from pyrannc.capture.torch_internals.compiler import memory_budget, memory_budget_in_force
+from pyrannc.capture.torch_internals.compiler import memory_budget_in_force
 from pyrannc.capture.torch_internals.devices import order_of_attention_kernels
 from pyrannc.capture.torch_internals.memsets import replaces_memsets
 
@@ -45,7 +45,7 @@ _OF_ONE_START = ("NCCL_COMM_ID", "NCCL_DEBUG")
 _OF_LINKS = ("FI_", "GLOO_", "NCCL_", "TORCH_NCCL_", "UCC_", "UCX_")
 """Among those, what chooses how links work, and nothing of what a device computes alone."""
 
-_BUDGET = "memory budget"
+_OWN_BUDGET, _BUDGET_OF_USER = "memory budget in percent", "memory budget of the user"
 
 Surroundings: TypeAlias = tuple[tuple[str, str], ...]
 """Names and values."""
@@ -69,7 +69,9 @@ class Conditions:
 
     def of_links(self) -> Conditions:
         """Without what changes computations alone."""
-        return replace(self, versions=tuple(item for item in self.versions if item[0] != _BUDGET))
+        return replace(
+            self, versions=tuple(item for item in self.versions if item[0] not in (_OWN_BUDGET, _BUDGET_OF_USER))
+        )
 
 
 def conditions(
@@ -100,10 +102,8 @@ def conditions(
     if compiled:
         versions["spans"] = "compiled where that pays, with several draws, gradients that go on first"
         versions["images"] = "channels last"
-        with memory_budget(memory_budget_percent):
-            budget = memory_budget_in_force()
-        if budget != 1:
-            versions[_BUDGET] = f"{budget:.0%}"
+        budgets = {_OWN_BUDGET: memory_budget_percent, _BUDGET_OF_USER: memory_budget_in_force()}
+        versions |= {name: repr(budget) for name, budget in budgets.items() if budget not in (None, 1)}
     return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))
 
 

@@ -93,14 +93,16 @@ class Compiling:
         """Compiles for the rows of a program, before its step. All ranks call it with programs for the same rows.
 
         The first program of a captured call that trains is compiled at once, others when they come again, as are those
-        of lengths that another call's trace serves. A step later follows what turned out to be otherwise.
+        of lengths that another call's trace serves. Where the Plan counts on a memory budget, all that train are
+        compiled at once. A step later follows what turned out to be otherwise.
         """
         self._loading.join()
         programs = self._met.setdefault(id(context), {})
         met = programs[id(program)] = programs.get(id(program), 0) + 1
         if met > _MOST_MET or len(programs) > _MOST_ROW_COUNTS:
             return
-        at_once = variant.has_own_trace and next(iter(programs)) == id(program) and program.call != "forward"
+        is_first = variant.has_own_trace and next(iter(programs)) == id(program)
+        at_once = program.call != "forward" and (is_first or self._memory_budget_percent is not None)
         if met == (1 if at_once else 2):
             if not self._takes(context):
                 return

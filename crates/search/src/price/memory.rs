@@ -106,7 +106,7 @@ impl Pricing<'_> {
         let copy_bytes = (bytes(&chain.copy_bytes) - gathered_copy_bytes).max(0.0);
         let params_bytes =
             held(Sharding::KeptParams).bytes(bytes(&chain.state_bytes), bytes(&own.spanned_bytes)) + copy_bytes;
-        let grad_bytes = |of: &ByCount<IntervalSums>| bytes(&of[self.sizes.by_count()]);
+        let grad_bytes = |of: &ByCount<IntervalSums>| bytes(&of[self.sizes.by_count]);
         let kept_bytes = held(Sharding::Gradients).bytes(grad_bytes(&chain.grad_bytes), grad_bytes(&own.grad_bytes));
         // Divided gradients leave one by one, others all in the last backward.
         let leave_together = at.place.replicas > 1 && sharding < Sharding::Gradients;
@@ -159,7 +159,7 @@ impl Pricing<'_> {
         let held = |level: Sharding| Held { replicas: if sharding >= level { at.place.replicas } else { 1 } };
         let bytes = |sums: &IntervalSums| sums.at(run.start, run.end);
         let trainable_bytes = bytes(&self.chain.trainable_bytes);
-        let grad_bytes = bytes(&self.chain.grad_bytes[self.sizes.by_count()]);
+        let grad_bytes = bytes(&self.chain.grad_bytes[self.sizes.by_count]);
         let factor = if saver.offload { 0.0 } else { self.problem.settings.optimizer_bytes_per_param_byte };
         // Parameters that other Blocks use too are divided as soon as the run has these.
         held(Sharding::KeptParams).bytes(bytes(&self.chain.state_bytes), trainable_bytes)

@@ -21,6 +21,8 @@ pub(crate) struct MicrobatchSizes {
     pub(crate) rows: BySize<u64>,
     /// How many there are of each size. If all are equal, they count as smaller ones.
     pub(crate) counts: BySize<u64>,
+    /// The place in a [`ByCount`](crate::chain::ByCount): also those without rows count.
+    pub(crate) by_count: usize,
 }
 
 impl MicrobatchSizes {
@@ -43,12 +45,7 @@ impl MicrobatchSizes {
             [(rows, count)] => ([rows; 3], [0, 0, count]),
             _ => unreachable!("a batch has rows, and three sizes at most"),
         };
-        Self { rows, counts }
-    }
-
-    /// The place in a [`ByCount`](crate::chain::ByCount).
-    pub(crate) fn by_count(&self) -> usize {
-        usize::from(self.counts.iter().sum::<u64>() > 1)
+        Self { rows, counts, by_count: usize::from(microbatches > 1) }
     }
 
     /// Rows of the largest one.

@@ -47,7 +47,11 @@ def without_changes(graph: fx.GraphModule, arguments: list[Tensor], mode: FakeTe
 
 
 def parted(
-    joint: fx.GraphModule, results: int, mode: FakeTensorMode, second: Sequence[fx.Node] = ()
+    joint: fx.GraphModule,
+    results: int,
+    mode: FakeTensorMode,
+    second: Sequence[fx.Node] = (),
+    once: Sequence[fx.Node] = (),
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """A graph in two parts, such as forward and backward, with little to keep between them. Public: none.
 
@@ -55,26 +59,34 @@ def parted(
         joint: its arguments are named tangents if they come to the second part only.
         results: how many of its results are the first part's.
         second: what only the second part computes, where no arguments tell; all arguments then stay for it.
+        once: what the second part is not to compute again.
     """
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.virtualized import V
+    from torch.utils.checkpoint import CheckpointPolicy
 
     arguments = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     held = list(range(len(arguments))) if second else []
     for node in second:
         node.meta["partitioner_tag"] = "must_be_in_backward"
+    for node in once:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     with V.set_fake_mode(mode), tracing(TracingContext(mode)), torch.no_grad():
         return partition_fn(joint, arguments, num_fwd_outputs=results, static_lifetime_input_indices=held)
 
 
+_LEAST_BUDGET = 1e-6
+"""At exactly 0 torch computes again what is marked to be computed once, too."""
+
+
 def memory_budget(percent: int | None) -> AbstractContextManager[object]:
-    """Inside, what :func:`parted` leaves to keep is at most so much of what it would be, if little more has to be
-    computed for that; None leaves it to the user. Public: ``torch._functorch.config.activation_memory_budget``."""
+    """Inside, :func:`parted` leaves about so much to keep of what it would, and has the second part compute the rest
+    again; None leaves that to the user. Public: ``torch._functorch.config.activation_memory_budget``."""
     from torch._functorch import config
 
     if percent is None:
         return nullcontext()
-    patched: AbstractContextManager[object] = config.patch(activation_memory_budget=percent / 100)
+    patched: AbstractContextManager[object] = config.patch(activation_memory_budget=max(percent / 100, _LEAST_BUDGET))
     return patched
 
 
