@@ -398,7 +398,7 @@ def test_a_memory_budget_of_the_user_is_not_one_that_planning_tries() -> None:
         with functorch_config.patch(activation_memory_budget=budget):
             return conditions(CPU, fused_dropout=True, compiled=True, memory_budget_percent=percent)
 
-    apart = [found(None), found(80), found(0), found(None, 0.8), found(None, 0.004), found(None, 0.0)]
+    apart = [found(None), found(80), found(1), found(0), found(None, 0.8), found(None, 0.004), found(None, 0.0)]
     assert len(set(apart)) == len(apart)
     # What links take does not depend on it.
     assert len({kind.of_links() for kind in apart}) == 1

@@ -27,8 +27,16 @@ from pyrannc.blocks.compiled import SpanCode
 from pyrannc.blocks.compiler import BY_PLAN, Compiler, own_folder
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.function import StageCode
+from pyrannc.blocks.graphs import named, results_in
+from pyrannc.blocks.joint import _drawing, _parted
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.split_backward import SplitBackward
+from pyrannc.capture.torch_internals.compiler import (
+    memory_budget,
+    mode_of_known_sizes,
+    operators_below_autograd,
+    without_changes,
+)
 from pyrannc.core.graph import GraphFacts
 from tests.ranks import RankPool
 from tests.test_spans import CPU, ROWS, captured_part
@@ -346,6 +354,27 @@ def test_what_is_drawn_is_not_drawn_again_for_a_backward(folder: str, budget: in
         (grad,) = torch.autograd.grad(result.sum(), [model.first.bias])
         torch.testing.assert_close(grad, factors.sum(0))
     assert drawn >= 5
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, tangent: Tensor) -> list[Tensor]:
+    aten, given = torch.ops.aten, (q, k, v)
+    made, sums, *shapes, seed, offset, _ = aten._scaled_dot_product_flash_attention(*given, 0.1)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    return [made, *backward(tangent, *given, made, sums, *shapes, 0.1, False, seed, offset)]
+
+
+@pytest.mark.parametrize("budget", [None, 80, 30, 0])
+def test_what_attention_with_dropout_makes_is_kept_result_by_result(budget: int | None) -> None:
+    mode = mode_of_known_sizes()
+    with mode, torch.no_grad():
+        arguments = [torch.empty(2, 4, 64, 16, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    with torch.no_grad():
+        graph = without_changes(operators_below_autograd(attention, arguments, mode), arguments, mode)
+    names = [*(f"primals_{place}" for place in range(3)), "tangents_0"]
+    with memory_budget(budget):
+        forward, backward = _parted(named(graph, names), 1, mode)
+    assert all(isinstance(node.meta["val"], Tensor) for node in results_in(forward))
+    assert not _drawing(backward)
 
 
 @pytest.mark.timeout(300)

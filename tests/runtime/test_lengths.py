@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import pyrannc
+from pyrannc._native import Plan
 from pyrannc.runtime import compiling
 from tests.ranks import RankPool
 
@@ -218,6 +220,36 @@ def compiled_forms(folder: str) -> tuple[list[str], int]:
         forms = len(deployment.compiling._forms)
         module.undeploy()
         return found, forms
+
+
+def forms_under(budget: int | None, folder: str) -> int:
+    """How many kinds of calls are compiled under a Plan with a memory budget, of three that come once."""
+    compiling._MOST_FORMS = 1
+    file = Path(folder) / "plan.json"
+    found = {"RANNC_COMPILE_SPANS": "on", "RANNC_PROFILE_CACHE_DIR": folder, "RANNC_DEPLOYMENT_FILE": str(file)}
+    with environment({**found, "RANNC_SAVE_DEPLOYMENT": "1"}):
+        module = pyrannc.RaNNCModule(Mixing(WORK["plain"]))
+        module(torch.randint(0, WORDS, (5, 6))).square().mean().backward()
+        module.undeploy()
+    Plan.seal(json.dumps({**json.loads(file.read_text()), "memory_budget_percent": budget})).write(str(file))
+    with environment({**found, "RANNC_LOAD_DEPLOYMENT": "1"}):
+        module = pyrannc.RaNNCModule(Mixing(WORK["plain"]))
+        for length in (6, 9, 12):
+            module(torch.randint(0, WORDS, (5, length))).square().mean().backward()
+        deployment = module._deployment
+        assert deployment is not None
+        assert deployment.compiling is not None
+        forms = len(deployment.compiling._forms)
+        module.undeploy()
+    return forms
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("budget", "forms"), [(None, 1), (80, 3)])
+def test_what_a_memory_budget_counts_on_is_compiled_at_once(
+    ranks: Ranks, tmp_path: Path, budget: int | None, forms: int
+) -> None:
+    assert ranks(1).run(forms_under, budget, str(tmp_path), timeout_s=280) == [forms]
 
 
 @pytest.mark.timeout(300)

@@ -11,11 +11,20 @@ import torch
 from torch import Tensor, fx
 
 from pyrannc.blocks.form import Form, Meta
-from pyrannc.blocks.graphs import NotCompilable, behind, copied, keep_arguments_whole, named, take_changes_out
+from pyrannc.blocks.graphs import (
+    NotCompilable,
+    behind,
+    copied,
+    keep_arguments_whole,
+    named,
+    results_in,
+    take_changes_out,
+)
 from pyrannc.blocks.lifted import Lifted
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture.ops import draws_random_numbers
 from pyrannc.capture.torch_internals.compiler import (
+    memory_budget,
     mode_of_known_sizes,
     operators_below_autograd,
     parted,
@@ -149,8 +158,7 @@ def trace(
     results = len(tracing.made) + len(changed)
     trains = bool(roots and tracing.differentiated)
     if trains:
-        both = copied(graph)
-        forward, backward = parted(both, results, mode, once=_drawing(both))
+        forward, backward = _parted(graph, results, mode)
         if _drawing(backward):
             raise NotCompilable("its backward would draw random numbers again")
         keep_arguments_whole(forward, backward, results)
@@ -235,6 +243,19 @@ class _Tracing:
             memory.add(address)
             self.given.append(Given(len(self.made), False, meta._replace(stride=own.stride())))
             self.made.append(own)
+
+
+def _parted(graph: fx.GraphModule, results: int, mode: FakeTensorMode) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward; what draws is in the forward alone."""
+    whole = copied(graph)
+    forward, backward = parted(whole, results, mode, once=_drawing(whole))
+    kept = results_in(forward)[results:]
+    if all(isinstance(node.meta["val"], Tensor) for node in kept):
+        return forward, backward
+    # With a memory budget torch may keep all results of an Op as one, which no code can take.
+    whole = copied(graph)
+    with memory_budget(100):
+        return parted(whole, results, mode, once=_drawing(whole))
 
 
 def _drawing(graph: fx.GraphModule) -> list[fx.Node]:

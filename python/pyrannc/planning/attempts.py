@@ -33,7 +33,7 @@ class Attempts:
     def __init__(self, request: Request, cluster: Cluster) -> None:
         self._request = request
         self._cluster = cluster
-        self._left = list(_LEAN_PERCENTS) if _can_keep_less(request) else []
+        self._left: list[int] | None = None
         self._first: Sequence[Profile] | None = None
         self._ample_us: float | None = None
         self._plan: Plan | None = None
@@ -52,7 +52,8 @@ class Attempts:
             PlanError: there is no Plan.
         """
         request, world_size = self._request, process.get_world_size()
-        self._first = profiles if self._first is None else self._first
+        if self._left is None or self._first is None:
+            self._left, self._first = list(_LEAN_PERCENTS) if _can_keep_less(request) else [], profiles
         kept = "" if percent is None else f", with a memory budget of {percent}% for compiled Spans"
         phases.note(f"searched for {in_words(world_size)} and a global batch of {request.batch_rows} rows{kept}")
         try:
@@ -82,7 +83,7 @@ class Attempts:
         return True
 
     def _is_short(self) -> bool:
-        """True where a step would take less if there were more memory."""
+        """True where a step would take less if there were more memory; Blocks were measured in what there is."""
         if self._plan is None:
             return True
         if self._ample_us is None:

@@ -102,8 +102,10 @@ def conditions(
     if compiled:
         versions["spans"] = "compiled where that pays, with several draws, gradients that go on first"
         versions["images"] = "channels last"
-        budgets = {_OWN_BUDGET: memory_budget_percent, _BUDGET_OF_USER: memory_budget_in_force()}
-        versions |= {name: repr(budget) for name, budget in budgets.items() if budget not in (None, 1)}
+        if memory_budget_percent is not None:
+            versions[_OWN_BUDGET] = str(memory_budget_percent)
+        if memory_budget_in_force() != 1:
+            versions[_BUDGET_OF_USER] = repr(memory_budget_in_force())
     return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))
 
 

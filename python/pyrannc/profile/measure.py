@@ -28,7 +28,7 @@ _HOST_CALLS = 3
 _MOST_AGAINST_PLAIN = 1.03
 """Compiled code may take so many times what its operators do: measurements differ, and it needs less memory."""
 _MOST_KEPT = 0.9
-"""Where memory is short, of what operators keep, compiled code that keeps less keeps at most so much."""
+"""Where memory is short, of what operators keep, compiled code that keeps less keeps less than so much."""
 _MOST_LEANER = 1.5
 """It may take so many times what they do: a forward computed again is a third of both passes."""
 _DEVICE_TIMES = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us")
@@ -116,7 +116,7 @@ class BlockMeter:
             if code.compile(rows, code.feeds(rows)):
                 # Its parts are taken to gain what the whole backward does.
                 compiled = self._point(code, rows, self._host_us(code, rows), parted=False)
-                is_leaner = code.keeps_less and compiled.saved_bytes <= _MOST_KEPT * plain.saved_bytes
+                is_leaner = code.keeps_less and compiled.saved_bytes < _MOST_KEPT * plain.saved_bytes
                 most = _MOST_LEANER if is_leaner else _MOST_AGAINST_PLAIN
                 if self._taken_us(compiled) <= most * self._taken_us(plain):
                     return compiled

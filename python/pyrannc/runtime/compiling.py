@@ -25,6 +25,8 @@ _MOST_ROW_COUNTS = 8
 """Of one captured call: a script whose batches never have the same size would compile at each step."""
 _MOST_FORMS = 8
 """Captured calls that are compiled under a Plan: as many times as torch itself compiles a function."""
+_MORE_UNDER_BUDGET = 8
+"""So many times more of both, where what isn't compiled keeps more than the Plan has memory for."""
 _MOST_MET = 3
 """Steps of a program after which its code stays as it is."""
 _SHOWN = 3
@@ -80,6 +82,7 @@ class Compiling:
         self._conditions = conditions
         self._eager_spans = eager_spans
         self._memory_budget_percent = memory_budget_percent
+        self._more = 1 if memory_budget_percent is None else _MORE_UNDER_BUDGET
         # Meanwhile ranks wait for one another, and for their devices.
         self._loading = begin_loading_compiler()
         self._met: dict[int, dict[int, int]] = {}
@@ -99,7 +102,7 @@ class Compiling:
         self._loading.join()
         programs = self._met.setdefault(id(context), {})
         met = programs[id(program)] = programs.get(id(program), 0) + 1
-        if met > _MOST_MET or len(programs) > _MOST_ROW_COUNTS:
+        if met > _MOST_MET or len(programs) > _MOST_ROW_COUNTS * self._more:
             return
         is_first = variant.has_own_trace and next(iter(programs)) == id(program)
         at_once = program.call != "forward" and (is_first or self._memory_budget_percent is not None)
@@ -121,13 +124,16 @@ class Compiling:
         """True for one of the first captured calls; that others run as they are is told once."""
         if id(context) not in self._forms:
             self._count += 1
-            if self._count == _MOST_FORMS + 1 and process.get_rank() == 0:
+            most = _MOST_FORMS * self._more
+            if self._count == most + 1 and process.get_rank() == 0:
                 _log.warning(
-                    "Spans are compiled for the first %d kinds of calls that come again, and run as they are for "
-                    "others, such as further lengths: pad rows to multiples of a number, such as 64 or 128, so that "
-                    "fewer lengths occur", _MOST_FORMS,
+                    "Spans are compiled for the first %d kinds of calls%s, and run as they are for others, such as "
+                    "further lengths%s: pad rows to multiples of a number, such as 64 or 128, so that fewer lengths "
+                    "occur",
+                    most, " that come again" if self._more == 1 else "",
+                    "" if self._more == 1 else ", which take more memory than the plan counts on",
                 )  # fmt: skip
-            if self._count > _MOST_FORMS:
+            if self._count > most:
                 return False
             self._forms.add(id(context))
         return True

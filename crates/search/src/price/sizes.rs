@@ -75,10 +75,11 @@ mod tests {
                 }
             }
             expected.retain(|&rows| rows > 0);
-            let MicrobatchSizes { rows, counts } = MicrobatchSizes::new(&settings, microbatches);
+            let MicrobatchSizes { rows, counts, by_count } = MicrobatchSizes::new(&settings, microbatches);
             let told: Vec<u64> =
                 rows.iter().zip(counts).flat_map(|(&rows, count)| std::iter::repeat_n(rows, count as usize)).collect();
             prop_assert_eq!(told, expected);
+            prop_assert_eq!(by_count, usize::from(microbatches > 1));
         }
     }
 }
