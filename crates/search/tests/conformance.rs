@@ -362,7 +362,7 @@ fn drawn_cases() -> impl Strategy<Value = Case> {
                     split_even(of_batch, ranks).into_iter().map(Interval::rows).collect()
                 },
                 schedule: match parts {
-                    Some(seed) => split(schedule.into(), &stage_ranks, &sharding, microbatches, seed),
+                    Some(seed) => split(schedule.into(), model, &stage_ranks, &sharding, microbatches, seed),
                     None => schedule.into(),
                 },
                 call: if schedule == ScheduleKind::FillDrain { Call::Halves } else { Call::Whole },
@@ -374,9 +374,19 @@ fn drawn_cases() -> impl Strategy<Value = Case> {
     )
 }
 
-/// The Schedule of a chain of Stages with backwards in two parts where no gradients are divided.
-fn split(schedule: Schedule, ranks: &[Vec<u32>], sharding: &[Sharding], microbatches: u32, seed: u64) -> Schedule {
-    let feeds: Vec<(usize, usize)> = (1..ranks.len()).map(|to| (to - 1, to)).collect();
+/// The Schedule of a model's Stages with backwards in two parts where no gradients are divided.
+fn split(
+    schedule: Schedule,
+    model: &str,
+    ranks: &[Vec<u32>],
+    sharding: &[Sharding],
+    microbatches: u32,
+    seed: u64,
+) -> Schedule {
+    let mut feeds: Vec<(usize, usize)> = (1..ranks.len()).map(|to| (to - 1, to)).collect();
+    if model == "skipping" {
+        feeds.extend((2..ranks.len()).map(|to| (0, to)));
+    }
     let may_split = |crew: &Crew| crew.stages.iter().all(|&stage| sharding[stage as usize] < Sharding::Gradients);
     let order = |(crew, (stage, order)): (Crew, (usize, Order))| {
         if may_split(&crew) { in_two_parts(&order, seed ^ stage as u64) } else { order }
