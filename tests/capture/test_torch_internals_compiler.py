@@ -125,6 +125,15 @@ def test_memory_budget() -> None:
     assert kept(0, once="mm") - kept(0) == 64 * 64
 
 
+def test_memory_budget_in_force() -> None:
+    assert compiler.memory_budget_in_force() == 1
+    with compiler.memory_budget(80):
+        assert compiler.memory_budget_in_force() == 0.8
+        with compiler.memory_budget(None):
+            assert compiler.memory_budget_in_force() == 0.8
+    assert compiler.memory_budget_in_force() == 1
+
+
 def test_compiled_by_inductor() -> None:
     graph, mode = joint_graph()
     code, strides = compiler.compiled_by_inductor(graph, 3, mode, "whole", CPU)

@@ -20,6 +20,7 @@ FOLDERS = {
     "core",
     "face",
     "job",
+    "planning",
     "profile",
     "proof",
     "runtime",
