@@ -12,6 +12,7 @@ import torch
 
 from pyrannc.capture.torch_internals.levels import functorch_is_active
 from pyrannc.core.profile import BlockPoint
+from pyrannc.profile.block import BlockCode
 from pyrannc.profile.measure import BlockMeter, slowed_down
 from pyrannc.profile.profiler import Subject, row_counts, share_out
 
@@ -190,19 +191,25 @@ def test_times_are_those_of_a_device_that_is_always_busy(layers: Subject) -> Non
     assert slowed_down(BlockPoint(1, fits=False), 1.25) == BlockPoint(1, fits=False)
 
 
+def measuring(monkeypatch: pytest.MonkeyPatch, code: BlockCode, plain: BlockPoint, compiled: BlockPoint) -> BlockMeter:
+    """A meter that finds such costs of operators, and of code that compiles."""
+    monkeypatch.setattr(code, "compile", lambda rows, feeds: True)
+    monkeypatch.setattr(code, "leave_as_it_is", lambda: None)
+    points, meter = iter([plain, compiled]), BlockMeter(CPU)
+    monkeypatch.setattr(meter, "_point", lambda *_, **__: next(points))
+    return meter
+
+
 @pytest.mark.parametrize("replayed", [False, True])
 def test_a_slow_host_does_not_count_where_steps_are_replayed(
     layers: Subject, monkeypatch: pytest.MonkeyPatch, replayed: bool
 ) -> None:
     """Compiled code that takes the device half as long, and the host ten times as long."""
     code = block(layers, 2)
-    monkeypatch.setattr(code, "compile", lambda rows, feeds: True)
-    monkeypatch.setattr(code, "leave_as_it_is", lambda: None)
-    points = iter([BlockPoint(1, True, 20.0, 20.0, 10.0, 10.0), BlockPoint(1, True, 10.0, 10.0, 100.0, 100.0)])
-    meter = BlockMeter(CPU)
+    points = BlockPoint(1, True, 20.0, 20.0, 10.0, 10.0), BlockPoint(1, True, 10.0, 10.0, 100.0, 100.0)
+    meter = measuring(monkeypatch, code, *points)
     monkeypatch.setattr(meter._meter, "where_replays_are_made", nullcontext)
     monkeypatch.setattr(meter._meter, "replays", replayed)
-    monkeypatch.setattr(meter, "_point", lambda *_, **__: next(points))
     found = meter.points("block", lambda: code, (1,))
     assert found is not None
     assert [point.forward_us for point in found] == [10.0 if replayed else 20.0]
@@ -216,13 +223,10 @@ def test_code_under_a_memory_budget_may_take_longer_if_it_keeps_less(
     layers: Subject, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, takes_us: float, is_taken: bool
 ) -> None:
     code = block(layers, 2)
-    monkeypatch.setattr(code, "compile", lambda rows, feeds: True)
-    monkeypatch.setattr(code, "leave_as_it_is", lambda: None)
     monkeypatch.setattr(type(code), "keeps_less", True)
     plain, compiled = ((20.0, 100), (takes_us, kept_bytes))
-    points = iter([BlockPoint(1, True, us, us, us, us, saved_bytes=saved) for us, saved in (plain, compiled)])
-    meter = BlockMeter(CPU)
-    monkeypatch.setattr(meter, "_point", lambda *_, **__: next(points))
+    points = (BlockPoint(1, True, us, us, us, us, saved_bytes=saved) for us, saved in (plain, compiled))
+    meter = measuring(monkeypatch, code, *points)
     meter.points("block", lambda: code, (1,))
     assert meter.eager_spans == (set() if is_taken else {code.span_hash})
 

@@ -214,12 +214,17 @@ def compiled_forms(folder: str) -> tuple[list[str], int]:
                 for name, param in plain.named_parameters()
                 if param.grad is not None and not torch.allclose(module.get_param_grad(name), param.grad, rtol=1e-9)  # type: ignore[arg-type]
             ]
-        deployment = module._deployment
-        assert deployment is not None
-        assert deployment.compiling is not None
-        forms = len(deployment.compiling._forms)
-        module.undeploy()
-        return found, forms
+        return found, taken_forms(module)
+
+
+def taken_forms(module: pyrannc.RaNNCModule) -> int:
+    """How many kinds of calls are compiled, at the end."""
+    deployment = module._deployment
+    assert deployment is not None
+    assert deployment.compiling is not None
+    forms = len(deployment.compiling._forms)
+    module.undeploy()
+    return forms
 
 
 def forms_under(budget: int | None, folder: str) -> int:
@@ -236,12 +241,7 @@ def forms_under(budget: int | None, folder: str) -> int:
         module = pyrannc.RaNNCModule(Mixing(WORK["plain"]))
         for length in (6, 9, 12):
             module(torch.randint(0, WORDS, (5, length))).square().mean().backward()
-        deployment = module._deployment
-        assert deployment is not None
-        assert deployment.compiling is not None
-        forms = len(deployment.compiling._forms)
-        module.undeploy()
-    return forms
+        return taken_forms(module)
 
 
 @pytest.mark.timeout(300)

@@ -104,8 +104,8 @@ def conditions(
         versions["images"] = "channels last"
         if memory_budget_percent is not None:
             versions[_OWN_BUDGET] = str(memory_budget_percent)
-        if memory_budget_in_force() != 1:
-            versions[_BUDGET_OF_USER] = repr(memory_budget_in_force())
+        if (of_user := memory_budget_in_force()) != 1:
+            versions[_BUDGET_OF_USER] = repr(of_user)
     return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))
 
 

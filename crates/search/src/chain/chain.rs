@@ -74,7 +74,7 @@ impl Chain {
             let cost = |work: &OpWork| work.at(device, CLONE_ROWS).forward_us;
             once_each(len, conversions.iter().map(|conversion| (&conversion.blocks[..], cost(&conversion.work))))
         };
-        let of = |amount: fn(&StateSpec) -> f64, states: &mut dyn Iterator<Item = &StateSpec>| {
+        let of = |amount: &dyn Fn(&StateSpec) -> f64, states: &mut dyn Iterator<Item = &StateSpec>| {
             once_each(len, states.map(|state| (&state.blocks[..], amount(state))))
         };
         let trainable = states.iter().filter(|state| state.trainable);
@@ -83,18 +83,13 @@ impl Chain {
             once_each(len, trainable.clone().map(|state| (&state.blocks[..], us(state))))
         };
         Self {
-            state_bytes: of(|state| state.bytes, &mut states.iter()),
-            grad_bytes: [
-                of(|state| state.grad_bytes(false), &mut trainable.clone()),
-                of(|state| state.grad_bytes(true), &mut trainable.clone()),
-            ],
-            message_copy_bytes: [
-                of(|state| state.message_copy_bytes(false), &mut trainable.clone()),
-                of(|state| state.message_copy_bytes(true), &mut trainable.clone()),
-            ],
-            message_bytes: of(|state| state.message_bytes, &mut trainable.clone()),
-            trainable_bytes: of(|state| state.bytes, &mut trainable.clone()),
-            copy_bytes: of(|state| state.copy_bytes, &mut states.iter()),
+            state_bytes: of(&|state| state.bytes, &mut states.iter()),
+            grad_bytes: [false, true].map(|several| of(&|state| state.grad_bytes(several), &mut trainable.clone())),
+            message_copy_bytes: [false, true]
+                .map(|several| of(&|state| state.message_copy_bytes(several), &mut trainable.clone())),
+            message_bytes: of(&|state| state.message_bytes, &mut trainable.clone()),
+            trainable_bytes: of(&|state| state.bytes, &mut trainable.clone()),
+            copy_bytes: of(&|state| state.copy_bytes, &mut states.iter()),
             own: OwnParams::new(&blocks, &states),
             conversion_us: devices.iter().map(conversion_us).collect(),
             widening_us: devices.iter().map(widening_us).collect(),
