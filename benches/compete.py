@@ -40,7 +40,7 @@ class Row:
     """A line of the table: a task, and who takes part beside RaNNC.
 
     Attributes:
-        ranks: for how many it is meant.
+        ranks: for how many it is meant; 0 for any.
         environment: variables for all who take part.
     """
 
@@ -49,6 +49,11 @@ class Row:
     systems: tuple[str, ...]
     ranks: int = 2
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    def task_for(self, ranks: int) -> Task:
+        """The task on other ranks than it is meant for: each has as many rows."""
+        rows = self.task.rows * ranks // self.ranks if self.ranks else self.task.rows
+        return replace(self.task, rows=rows)
 
 
 _EAGER = ("ddp", "fsdp2-kept", "fsdp2-freed", "torch-1f1b")
@@ -115,7 +120,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--results", type=Path, required=True, help="a file of JSON lines, which is added to")
     known = [row.name for row in ROWS]
-    parser.add_argument("--rows", nargs="+", choices=known, help="by default those that are meant for so many ranks")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=known,
+        help="by default those that are meant for so many ranks; on others each has as many rows",
+    )
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=2, help="how often each cell runs")
     parser.add_argument("--minutes", type=float, default=60, help="after so many no cell is started")
@@ -138,7 +148,8 @@ def read(results: Path) -> Iterator[dict[str, Any]]:
 def run(row: Row, system: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """What a cell comes to: its figures, or why there are none."""
     alone = system == "bound"
-    task = replace(row.task, rows=row.task.rows // options.ranks) if alone else row.task
+    task = row.task_for(options.ranks)
+    task = replace(task, rows=task.rows // options.ranks) if alone else task
     arguments = ("compete_cell.py", system, json.dumps(asdict(task)))
     job = Job(f"{row.name}: {system}", 1 if alone else options.ranks, arguments, row.environment)
     (done,) = run_jobs([job], options.ranks, options.timeout, left_s, lambda _: None)
@@ -161,13 +172,14 @@ def table(cells: Sequence[dict[str, Any]], ranks: int) -> Table:
     found = Table(*_COLUMNS, title=f"{ranks} ranks; medians of all rounds")
     for row in ROWS:
         own = [cell for cell in cells if cell["row"] == row.name and cell["ranks"] == ranks]
-        flops = flops_of(row.task) if any("ms" in cell for cell in own) else 0.0
+        task = row.task_for(ranks)
+        flops = flops_of(task) if any("ms" in cell for cell in own) else 0.0
         times = {system: _times(own, system) for system in dict.fromkeys(cell["system"] for cell in own)}
         best = min((median(ms) for system, ms in times.items() if ms and _is_peer(system)), default=None)
         for system, milliseconds in times.items():
             mine = [cell for cell in own if cell["system"] == system]
             if milliseconds:
-                found.add_row(row.name, system, *_figures(row, system, own, mine, milliseconds, best, flops / ranks))
+                found.add_row(row.name, system, *_figures(task, system, own, mine, milliseconds, best, flops / ranks))
             else:
                 found.add_row(row.name, system, "-", *[""] * (len(_COLUMNS) - 4), mine[-1]["failure"][:60])
     return found
@@ -178,7 +190,7 @@ def _is_peer(system: str) -> bool:
 
 
 def _figures(
-    row: Row,
+    task: Task,
     system: str,
     cells: Sequence[dict[str, Any]],
     mine: Sequence[dict[str, Any]],
@@ -191,7 +203,7 @@ def _figures(
     return [
         f"{ms:.1f}",
         f"{min(milliseconds):.1f}",
-        f"{row.task.rows / ms * 1e3:.1f}",
+        f"{task.rows / ms * 1e3:.1f}",
         f"{flops / (ms / 1e3) / _PEAK_FLOPS:.1%}",
         f"{ms / best:.3f}" if best else "",
         f"{last['predicted_ms'] / ms - 1:+.1%}" if last.get("predicted_ms") else "",
@@ -199,7 +211,7 @@ def _figures(
         f"{last['idle']:.1%}" if last.get("idle") is not None else "",
         f"{last['first_s']:.0f} s" if "first_s" in last else "",
         f"{max(cell.get('reserved_gib', 0.0) for cell in mine):.1f}",
-        "" if system == "bound" else _agreement(cells, mine, row.task.precision),
+        "" if system == "bound" else _agreement(cells, mine, task.precision),
         last.get("plan", ""),
     ]
 

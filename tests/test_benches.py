@@ -254,6 +254,12 @@ def test_rows_to_compete_in_are_told_apart() -> None:
     assert max(sum(row.ranks == ranks for row in ROWS) for ranks in (2, 8)) <= 25
 
 
+def test_ranks_have_as_many_rows_wherever_a_row_competes() -> None:
+    rows = {row.name: row for row in ROWS}
+    assert [rows["bert 5 B"].task_for(ranks).rows for ranks in (1, 4, 8)] == [16, 64, 128]
+    assert rows["tiny-bert"].task_for(4) == rows["tiny-bert"].task
+
+
 def test_the_list_of_programs_is_timed() -> None:
     arguments = ("-m", "benches.conformance", "--tokens", "2", "--width", "8", "--steps", "2")
     first, second = run_programs(2, sys.executable, *arguments)

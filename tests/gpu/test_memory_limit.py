@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 import pyrannc
-from pyrannc._native import framework_bytes
+from pyrannc._native import Plan, framework_bytes
 from tests.gpu.loops import LOOPS, train
 from tests.ranks import RankPool
+from tests.runtime.equivalence import environment
+from tests.runtime.plans import divided
 
 Ranks = Callable[[int], RankPool]
 LIMIT_GIB = 3
@@ -54,3 +58,28 @@ def test_a_limit_ends_with_its_setting(ranks: Ranks) -> None:
     for limit, share in ((str(LIMIT_GIB), held), ("0", 1.0)):
         allowed = ranks(2).run(_allowed, env=env | {"RANNC_MEM_LIMIT_GB": limit})
         assert all(abs(found - share) < 1e-6 for found in allowed)
+
+
+def _peak_of_first_call(folder: Path) -> tuple[int, int]:
+    """The most memory that a first call takes where parameters lie in parts, and what they take as a whole."""
+    width, file = 2048, folder / "plan.json"
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(24)))
+    whole = sum(param.nbytes for param in model.parameters())
+    module = pyrannc.RaNNCModule(model, torch.optim.AdamW(model.parameters()))
+    batch = torch.ones(4, width, device="cuda")
+    module(batch)
+    if pyrannc.get_rank() == 0:
+        divided(Plan.from_json(json.dumps(module.plan)), "params").write(file)
+    module.undeploy()
+    with environment({"RANNC_LOAD_DEPLOYMENT": "1", "RANNC_DEPLOYMENT_FILE": str(file)}):
+        module = pyrannc.RaNNCModule(model, torch.optim.AdamW(model.parameters()))
+    pyrannc.barrier()
+    torch.cuda.reset_peak_memory_stats()
+    module(batch)
+    return torch.cuda.max_memory_allocated(), whole
+
+
+def test_a_rank_never_has_the_whole_of_parameters_that_it_keeps_in_parts(ranks: Ranks, tmp_path: Path) -> None:
+    env = {"RANNC_PROFILE": "never", "RANNC_COMPILE_SPANS": "off", "RANNC_PARTITION_NUM": "1"}
+    for peak, whole in ranks(2).run(_peak_of_first_call, tmp_path, env=env):
+        assert peak < 0.9 * whole

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import re
+import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ import pyrannc
 from pyrannc.capture.torch_internals.fakes import FakeTensorMode, TraceMode
 from pyrannc.capture.torch_internals.patching import PatchPoint
 from pyrannc.errors import RaNNCError
+from pyrannc.proof import made
 from pyrannc.proof.left_behind import LeftBehindError, RefusesLeftBehind
 from pyrannc.proof.made import Made
 from pyrannc.proof.once import differences
@@ -212,6 +216,31 @@ def compared(make: Callable[[], nn.Module], dtype: torch.dtype, autocast: bool =
 def test_a_gradient_of_roundings_alone_is_no_difference(ranks: Ranks, kind: torch.dtype, outer: torch.dtype) -> None:
     (told,) = ranks(1).run(compared, partial(Keys, kind), outer)
     assert "equal outputs and gradients" in told, told
+
+
+def left_behind() -> tuple[int, int]:
+    """How many parameters are copied for a comparison, and how many copies are there after it, in a region of autocast,
+    where torch keeps conversions of what has gradients."""
+    model, copies = Keys(torch.float32), list[weakref.ref[Tensor]]()
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        copy = leaf_of(*args, **kwargs)
+        copies.append(weakref.ref(copy))
+        return copy
+
+    leaf_of = made._leaf
+    module = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1), check_unused_values=False)
+    with patch.object(made, "_leaf", noted), torch.autocast("cpu", torch.bfloat16):
+        module(torch.randn(4, 6, WIDTH)).backward()
+        found = len(copies), sum(copy() is not None for copy in copies)
+    module.undeploy()
+    assert found[0] > 2 * len(list(model.parameters())), "what differs was not computed again"
+    return found
+
+
+def test_a_comparison_leaves_no_copies_of_parameters(ranks: Ranks) -> None:
+    (found,) = ranks(1).run(left_behind)
+    assert found[1] == 0, found
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-3])

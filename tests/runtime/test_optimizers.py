@@ -118,7 +118,9 @@ def test_what_lies_between_buckets_is_finite() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         # What is allocated and not written is NaN then.
-        made = GradientSet(own_buckets(facts, [shared.name for shared in params], params, SumTypes("float32", False)))
+        made = GradientSet(
+            own_buckets(facts, [shared.name for shared in params], params, SumTypes("float32", False), HOST)
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     made.begin()
@@ -127,6 +129,20 @@ def test_what_lies_between_buckets_is_finite() -> None:
     (flat,) = made.flats.values()
     assert flat.numel() > 3 + 64 + 5
     assert flat.isfinite().all()
+
+
+def test_a_sum_over_ranks_in_the_parameters_type_takes_no_memory_of_its_own() -> None:
+    param = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    facts = BucketsFacts(groups=((0, 1),), buckets=(BucketFacts(0, (0,), "none", (), None),))
+    made = GradientSet(own_buckets(facts, ["p"], [SharedParam("p", param, (0, 1))], SumTypes("param", True), HOST))
+    made.begin()
+    made.put(0, [0], [torch.full((64,), 1 + 2**-10)])
+    message = made.message(0)
+    assert (made.bucket(0).dtype, message.dtype) == (torch.float32, torch.bfloat16)
+    assert message.data_ptr() == made.views["p"].data_ptr()
+    # What is added up keeps its digits.
+    assert made.bucket(0).eq(1 + 2**-10).all()
+    assert message.eq(1).all()
 
 
 # Whether an optimizer treats each parameter by itself

@@ -19,6 +19,7 @@ from pyrannc.config import Config
 from pyrannc.core.plan import PlanFacts, content
 from pyrannc.face.state import StateOfModel
 from pyrannc.job import agree, phases, process
+from pyrannc.job.device_memory import collect
 from pyrannc.job.faults import announced, watchdog
 from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
@@ -106,6 +107,8 @@ class DeployedModel(StateOfModel):
 
     def _put_in_force(self, plan: Plan, variant: Variant) -> None:
         with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
+            # What trials and measurements leave would be there beside the first step.
+            collect(self.device)
             variant.divide(agree.together(lambda: plan.partition(variant.graph)))
             self.name_to_param = dict(self.model.named_parameters())
             self._deployment = Deployment(

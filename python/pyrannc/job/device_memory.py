@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,12 @@ def give_back(device: torch.device) -> None:
     torch.clear_autocast_cache()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def collect(device: torch.device) -> None:
+    """Likewise, with what only objects that refer to each other still hold, for which Python looks now and then."""
+    gc.collect()
+    give_back(device)
 
 
 def left_bytes(device: torch.device) -> int:

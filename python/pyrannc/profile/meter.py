@@ -21,6 +21,7 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture.torch_internals.devices import sleep_on_gpu
 from pyrannc.capture.torch_internals.tensors import StorageWeakRef, TorchDispatchMode, pytree, storage_address
 from pyrannc.errors import first_line
+from pyrannc.job.device_memory import collect
 from pyrannc.log import get_logger
 from pyrannc.profile.message import WaitingMessage
 from pyrannc.profile.recorded import Recorded
@@ -255,7 +256,7 @@ class Meter:
     def release(self) -> None:
         """Gives memory that nothing uses back to the device."""
         if self.on_gpu:
-            torch.cuda.empty_cache()
+            collect(self._device)
 
 
 def _host_us(call: Callable[[], object], calls: int) -> float:

@@ -119,7 +119,10 @@ def _compare(
         return Comparison(why_not=lacks)
     why = ""
     for few in dict.fromkeys((min(_FEW, rows), rows)):
-        found = _on_rows(model, variant, tensors, few, device)
+        try:
+            found = _on_rows(model, variant, tensors, few, device)
+        finally:
+            give_back(device)
         if isinstance(found, CaptureError) or not found.why_not:
             return found
         why = why or found.why_not
@@ -165,8 +168,6 @@ def _on_rows(
         made = piece.by_graph()
     except torch.OutOfMemoryError:
         return Comparison(why_not="the device has not enough memory")
-    finally:
-        give_back(device)
     kind = _computed_in(variant)
     allowed = 0.0 if kind is None else ALLOWED[kind]
     worst = [item for item in differences(made, expected) if item.size > allowed]

@@ -170,20 +170,20 @@ class Deployment:
         for ranks in found.groups:
             self._groups.of(ranks)
         shared = self.store.shared([name for name in names if name in holders])
-        own = agree.together(lambda: own_buckets(found, names, shared, self._sums))
-        self.store.divided = self._divide(found, own, names)
+        own = agree.together(lambda: own_buckets(found, names, shared, self._sums, self.device))
+        self.store.move(self._dividing(found, own, names))
         gathered = {} if self.store.divided is None else self.store.divided.gathered
         return Gradients(shared, own, gathered, self._groups.of)
 
-    def _divide(self, facts: BucketsFacts, own: list[Bucket], names: list[str]) -> DividedParams | None:
-        """Leaves each Replica its parts of parameters."""
+    def _dividing(self, facts: BucketsFacts, own: list[Bucket], names: list[str]) -> Callable[[], DividedParams] | None:
+        """What leaves each Replica its parts of parameters; None where nothing is divided. All ranks call it."""
         if self._optimizer is None or not any(bucket.parts for bucket in facts.buckets):
             return None
         for ranks in facts.groups if any(bucket.is_gathered for bucket in facts.buckets) else ():
             self._gathering_groups.of(ranks)
         optimizer, sizes = self._optimizer.optimizer, {name: p.numel() for name, p in self.store.params.items()}
         groups = self._groups.of, self._gathering_groups.of
-        return agree.together(lambda: DividedParams(own, facts, names, sizes, groups, optimizer))
+        return lambda: DividedParams(own, facts, names, sizes, groups, optimizer)
 
     def _is_by_element(self) -> bool:
         """True when the optimizer may be given parts of parameters, as trials on all ranks say. All ranks call it."""

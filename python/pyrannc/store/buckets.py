@@ -68,6 +68,7 @@ class Bucket:
         ranks: that hold them.
         types: of the sums and of the parameters.
         message: type in which they are summed over ranks.
+        device: where they lie.
         start: of the bucket among all of its types.
         parts: where anything is divided, how many elements each of ``ranks`` has, one behind the other.
         span: where the parameters are divided, which Span alone uses them.
@@ -115,7 +116,7 @@ class Bucket:
 
 
 def own_buckets(
-    facts: BucketsFacts, names: Sequence[str], shared: Sequence[SharedParam], sums: SumTypes
+    facts: BucketsFacts, names: Sequence[str], shared: Sequence[SharedParam], sums: SumTypes, device: torch.device
 ) -> list[Bucket]:
     """The buckets of the parameters that this rank holds, in the order in which they are summed.
 
@@ -123,6 +124,7 @@ def own_buckets(
         names: of the Graph's parameters.
         shared: the parameters that this rank holds.
         sums: in which types.
+        device: where they lie.
 
     Raises:
         RaNNCError: types of parameters have changed since the model was captured, not all alike.
@@ -134,7 +136,7 @@ def own_buckets(
         params = [here[names[param]] for param in found.params if names[param] in here]
         if not params:
             continue
-        dtype, device = params[0].param.dtype, params[0].param.device
+        dtype = params[0].param.dtype
         other = next((shared for shared in params if shared.param.dtype != dtype), None)
         if other is not None:
             raise RaNNCError(

@@ -221,7 +221,7 @@ class DividedParams:
             grad = param.grad
             spread_param(param, shared.name, bucket.ranks, own.detach(), part.start)
             # What stood there before, as from another deployment, stays.
-            param.grad = None if grad is None else self.own_gradient(shared.name, param, grad)
+            param.grad = None if grad is None else self.own_gradient(shared.name, param, grad.to(bucket.device))
             self.pieces[id(param)] = Piece(param, part, own.detach(), None)
 
     def _own_part(self, name: str) -> Part:

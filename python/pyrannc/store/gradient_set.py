@@ -97,6 +97,14 @@ class GradientSet:
             self._parts[index][place].zero_()
         return self._slices[index]
 
+    def message(self, index: int) -> Tensor:
+        """The same as it is summed over ranks: what :meth:`bucket` gives, or a copy in another type. Until
+        :meth:`settle`, memory of that type may hold it."""
+        sums, given, dtype = self.bucket(index), _slice(self._given, self._buckets[index]), self._buckets[index].message
+        if dtype == sums.dtype:
+            return sums
+        return given.copy_(sums) if dtype == given.dtype else sums.to(dtype)
+
     def clear(self, index: int) -> None:
         """A bucket gets no more: zeros where nothing was written."""
         if index in self.spread:

@@ -274,8 +274,7 @@ class Gradients:
                 current.spread[index].start(self._groups[bucket.ranks])
                 self._scattering.append(current.spread[index])
                 continue
-            sums = current.bucket(index)
-            message = _message(bucket, sums)
+            sums, message = current.bucket(index), current.message(index)
             self._works.append((start_sum(message, self._groups[bucket.ranks]), sums, message))
 
     def finish(self, current: GradientSet) -> None:
@@ -320,11 +319,11 @@ class Gradients:
     def _sum_all(self, current: GradientSet) -> None:
         for index, bucket in enumerate(self._buckets):
             if len(bucket.ranks) > 1 and not bucket.is_spread:
-                self._sum_now(bucket, current.bucket(index))
+                self._sum_now(current, index)
 
-    def _sum_now(self, bucket: Bucket, sums: Tensor) -> None:
-        message = _message(bucket, sums)
-        sum_over_ranks(message, self._groups[bucket.ranks])
+    def _sum_now(self, current: GradientSet, index: int) -> None:
+        sums, message = current.bucket(index), current.message(index)
+        sum_over_ranks(message, self._groups[self._buckets[index].ranks])
         if message is not sums:
             sums.copy_(message)
 
@@ -338,7 +337,7 @@ class Gradients:
             present = [(place, s.param.grad) for place, s in enumerate(bucket.params) if s.param.grad is not None]
             grads = [grad for _, grad in present]
             whole.put(index, [place for place, _ in present], grads)
-            self._sum_now(bucket, whole.bucket(index))
+            self._sum_now(whole, index)
             whole.read(index, [place for place, _ in present], grads)
         self.pending = False
 
@@ -347,8 +346,3 @@ class Gradients:
         for shared in self._params:
             if shared.param.grad is not None and shared.name not in self.spread:
                 shared.param.grad.div_(len(shared.ranks))
-
-
-def _message(bucket: Bucket, sums: Tensor) -> Tensor:
-    """What is summed over ranks: the bucket itself, or a copy in another type."""
-    return sums.to(bucket.message)

@@ -47,7 +47,7 @@ class SpreadSums:
     def put(self, places: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Takes gradients of a microbatch, of those parameters of the bucket that have some."""
         bucket = self._bucket
-        came = torch.empty(bucket.room, dtype=bucket.types[0], device=bucket.device)
+        came = torch.empty(bucket.room, dtype=bucket.message, device=bucket.device)
         parts = torch.split(came, [*self._sizes, self._rest])
         for place in set(range(len(parts))).difference(places):
             parts[place].zero_()
@@ -65,10 +65,9 @@ class SpreadSums:
             self.finish()
         bucket, came = self._bucket, self._came
         if came is None:
-            came = torch.zeros(bucket.room, dtype=bucket.types[0], device=bucket.device)
+            came = torch.zeros(bucket.room, dtype=bucket.message, device=bucket.device)
         place = self._part if self._is_empty and self._part.dtype == bucket.message else None
-        message = came.to(bucket.message)
-        self._arriving, self._works = scatter_sum(message, bucket.parts, bucket.ranks, group, place)
+        self._arriving, self._works = scatter_sum(came, bucket.parts, bucket.ranks, group, place)
         self._came = None
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ from pyrannc.store.buckets import SharedParam, elements
 from pyrannc.store.divided import DividedParams
 from pyrannc.store.elsewhere import bring_here, send_away
 from pyrannc.store.overflow import Overflow
-from pyrannc.store.spread_tensor import is_spread, own_gradient
+from pyrannc.store.spread_tensor import is_spread, own_gradient, own_piece
 
 Held = TypeVar("Held", bound=Tensor)
 
@@ -25,8 +25,8 @@ class ParamStore:
     All ranks make it and call its methods that move tensors together.
 
     Args:
-        model: the user's model; the tensors that this rank holds move to ``device``, those of other ranks are freed
-            and guarded, those that no rank holds stay on the host.
+        model: the user's model; the tensors that this rank holds go to ``device`` with :meth:`move`, those of other
+            ranks are freed and guarded, those that no rank holds stay on the host.
         holders: by first name, the ranks that hold a parameter or buffer, increasing; none for those without a use.
         device: this rank's.
         sync_params: give every rank the parameters and buffers of rank 0 first.
@@ -59,8 +59,9 @@ class ParamStore:
             else:
                 # All ranks must take part in the first use of a group; later ones are between two of them.
                 sum_over_ranks(torch.zeros(1, device=device))
-        # A device may be full on one rank alone.
-        agree.together(self._move)
+        for name, tensor in self.tensors():
+            if not self.is_local(name) and name in holders:
+                send_away(tensor, "parameter" if name in self.params else "buffer", name, holders[name], device)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers by first name."""
@@ -75,18 +76,29 @@ class ParamStore:
             if process.get_rank() != 0:
                 tensor.copy_(on_device)
 
-    def _move(self) -> None:
-        """This rank's tensors go to its device; those of other ranks are given up."""
+    def move(self, divide: Callable[[], DividedParams] | None) -> None:
+        """This rank's tensors go to its device, divided ones in parts: it may have no memory for the whole of them.
+
+        All ranks call it.
+
+        Args:
+            divide: moves those that Replicas divide.
+        """
+        # A device may be full on one rank alone.
+        agree.together(lambda: self._move(divide))
+
+    def _move(self, divide: Callable[[], DividedParams] | None) -> None:
+        self.divided = divide() if divide is not None else None
+        gathered = {} if self.divided is None else self.divided.gathered
         moved_bytes = 0
         for name, tensor in self.tensors():
-            if self.is_local(name):
+            if name in gathered:
+                moved_bytes += own_piece(tensor).nbytes
+            elif self.is_local(name):
                 grad, tensor.grad = tensor.grad, None
                 tensor.data = tensor.data.to(self._device)
                 tensor.grad = grad.to(self._device) if grad is not None else None
                 moved_bytes += tensor.nbytes
-            elif name in self.holders:
-                kind = "parameter" if name in self.params else "buffer"
-                send_away(tensor, kind, name, self.holders[name], self._device)
         phases.note(f"this rank holds {moved_bytes / 2**20:.1f} MiB")
 
     # Who holds what

@@ -108,9 +108,10 @@ impl StateSpec {
         self.bytes + if sums_bytes == self.bytes { 0.0 } else { sums_bytes }
     }
 
-    /// The copy that is summed over ranks, where that has another type than the sums.
+    /// The copy that is summed over ranks, where that has a type of its own. One in the gradient's lies where that will.
     pub(crate) fn message_copy_bytes(&self, several_microbatches: bool) -> f64 {
-        if self.message_bytes == self.sums_bytes(several_microbatches) { 0.0 } else { self.message_bytes }
+        let has_memory = [self.bytes, self.sums_bytes(several_microbatches)].contains(&self.message_bytes);
+        if has_memory { 0.0 } else { self.message_bytes }
     }
 
     fn sums_bytes(&self, several_microbatches: bool) -> f64 {
