@@ -20,6 +20,7 @@ import pyrannc
 from pyrannc.capture.torch_internals.fakes import FakeTensorMode, TraceMode
 from pyrannc.capture.torch_internals.patching import PatchPoint
 from pyrannc.errors import RaNNCError
+from pyrannc.face import deployed
 from pyrannc.proof import made
 from pyrannc.proof.left_behind import LeftBehindError, RefusesLeftBehind
 from pyrannc.proof.made import Made
@@ -218,21 +219,25 @@ def test_a_gradient_of_roundings_alone_is_no_difference(ranks: Ranks, kind: torc
     assert "equal outputs and gradients" in told, told
 
 
-def left_behind() -> tuple[int, int]:
-    """How many parameters are copied for a comparison, and how many copies are there after it, in a region of autocast,
-    where torch keeps conversions of what has gradients."""
-    model, copies = Keys(torch.float32), list[weakref.ref[Tensor]]()
+def left_behind() -> list[int]:
+    """How many parameters are copied for a comparison, and how many copies are there when planning begins, in a region
+    of autocast, where torch keeps conversions of what has gradients."""
+    model, copies, found = Keys(torch.float32), list[weakref.ref[Tensor]](), list[int]()
+    leaf_of, decide = made._leaf, deployed.decide
 
     def noted(*args: Any, **kwargs: Any) -> Tensor:
         copy = leaf_of(*args, **kwargs)
         copies.append(weakref.ref(copy))
         return copy
 
-    leaf_of = made._leaf
+    def deciding(*args: Any) -> Any:
+        found.extend((len(copies), sum(copy() is not None for copy in copies)))
+        return decide(*args)
+
     module = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1), check_unused_values=False)
-    with patch.object(made, "_leaf", noted), torch.autocast("cpu", torch.bfloat16):
+    looking = patch.object(made, "_leaf", noted), patch.object(deployed, "decide", deciding)
+    with looking[0], looking[1], torch.autocast("cpu", torch.bfloat16):
         module(torch.randn(4, 6, WIDTH)).backward()
-        found = len(copies), sum(copy() is not None for copy in copies)
     module.undeploy()
     assert found[0] > 2 * len(list(model.parameters())), "what differs was not computed again"
     return found
