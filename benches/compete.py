@@ -52,7 +52,7 @@ class Row:
 
     def task_for(self, ranks: int) -> Task:
         """The task on other ranks than it is meant for: each has as many rows."""
-        rows = self.task.rows * ranks // self.ranks if self.ranks else self.task.rows
+        rows = self.task.rows // self.ranks * ranks if self.ranks else self.task.rows
         return replace(self.task, rows=rows)
 
 

@@ -85,6 +85,7 @@ def _peak_of_a_move(folder: Path) -> tuple[int, int]:
         module = pyrannc.RaNNCModule(model, torch.optim.AdamW(model.parameters()))
     with patch.object(ParamStore, "move", watched):
         module(batch)
+    assert {param.device for param in model.parameters()} == {batch.device}
     return peaks[0], sum(param.nbytes for param in model.parameters())
 
 

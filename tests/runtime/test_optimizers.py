@@ -145,6 +145,24 @@ def test_a_sum_over_ranks_in_the_parameters_type_takes_no_memory_of_its_own() ->
     assert message.eq(1).all()
 
 
+def test_what_a_set_takes_back_is_what_it_has_shown() -> None:
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    facts = BucketsFacts(groups=((0, 1),), buckets=(BucketFacts(0, (0,), "none", (), None),))
+    made = GradientSet(own_buckets(facts, ["p"], [SharedParam("p", param, (0, 1))], SumTypes("param", True), HOST))
+    made.begin()
+    made.put(0, [0], [torch.ones(4)])
+    made.settle()
+    # As a script may, which holds it.
+    made.views["p"].mul_(2)
+    held = made.copy()
+    made.begin()
+    made.put(0, [0], [torch.full((4,), 5.0)])
+    made.message(0)
+    made.take(held)
+    assert made.views["p"].tolist() == [2.0] * 4
+    assert made.bucket(0).tolist() == [1.0] * 4
+
+
 # Whether an optimizer treats each parameter by itself
 
 BY_PARAMETER: list[Callable[[list[nn.Parameter]], Optimizer]] = [

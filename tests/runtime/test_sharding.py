@@ -520,6 +520,41 @@ def test_views_of_a_parameter_that_several_spans_use(sharding: str, ranks: Ranks
         assert max(apart) < 1e-12
 
 
+def with_gaps(sharding: str, folder: str) -> list[float]:
+    """Every second column of a tensor is a parameter, which had a gradient before it was divided."""
+    torch.manual_seed(0)
+    with double_precision():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        model[2].weight = nn.Parameter(torch.randn(8, 16)[:, ::2])
+        rows = torch.randn(4, 8)
+        reference = copy.deepcopy(model)
+        for each in (model, reference):
+            each(rows).square().mean().backward()
+        own = rows[2 * process.get_rank() :][:2]
+        module = _deployed(model, own, sharding, folder)
+        optimizer, plain = module.optimizer, SGD(reference.parameters(), lr=0.1)
+        apart = []
+        for _ in range(3):
+            # The first gradients add to those that were there.
+            module(own).square().mean().backward()
+            reference(rows).square().mean().backward()
+            grads = [(module.get_param_grad(name), param.grad) for name, param in reference.named_parameters()]
+            apart += [(grad - right).abs().max().item() for grad, right in grads]
+            optimizer.step()
+            plain.step()
+            optimizer.zero_grad()
+            plain.zero_grad()
+        apart += _apart(module, reference)
+        module.undeploy()
+        return apart
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "kept_params", "params"])
+def test_parameters_with_gaps(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    for apart in ranks(2).run(with_gaps, sharding, str(tmp_path)):
+        assert max(apart) < 1e-12
+
+
 @pytest.mark.parametrize("sharding", ["kept_params", "params"])
 def test_a_backward_again_beside_replicas_without_rows(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
     case = Case("tied", (2, 1, 0), replicas=(3,), microbatches=2, sharding=sharding)

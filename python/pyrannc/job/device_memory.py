@@ -51,7 +51,7 @@ def give_back(device: torch.device) -> None:
 
 
 def collect(device: torch.device) -> None:
-    """Likewise, with what only objects that refer to each other still hold, for which Python looks now and then."""
+    """Gives back also what only objects that refer to each other still hold: Python looks for them now and then."""
     gc.collect()
     give_back(device)
 

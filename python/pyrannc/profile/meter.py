@@ -21,7 +21,6 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture.torch_internals.devices import sleep_on_gpu
 from pyrannc.capture.torch_internals.tensors import StorageWeakRef, TorchDispatchMode, pytree, storage_address
 from pyrannc.errors import first_line
-from pyrannc.job.device_memory import collect
 from pyrannc.log import get_logger
 from pyrannc.profile.message import WaitingMessage
 from pyrannc.profile.recorded import Recorded
@@ -256,7 +255,7 @@ class Meter:
     def release(self) -> None:
         """Gives memory that nothing uses back to the device."""
         if self.on_gpu:
-            collect(self._device)
+            torch.cuda.empty_cache()
 
 
 def _host_us(call: Callable[[], object], calls: int) -> float:

@@ -168,6 +168,8 @@ def _on_rows(
         made = piece.by_graph()
     except torch.OutOfMemoryError:
         return Comparison(why_not="the device has not enough memory")
+    finally:
+        give_back(device)
     kind = _computed_in(variant)
     allowed = 0.0 if kind is None else ALLOWED[kind]
     worst = [item for item in differences(made, expected) if item.size > allowed]

@@ -176,7 +176,10 @@ class Deployment:
         return Gradients(shared, own, gathered, self._groups.of)
 
     def _dividing(self, facts: BucketsFacts, own: list[Bucket], names: list[str]) -> Callable[[], DividedParams] | None:
-        """What leaves each Replica its parts of parameters; None where nothing is divided. All ranks call it."""
+        """What leaves each Replica its parts of parameters, with groups for them; None where nothing is divided.
+
+        All ranks call it.
+        """
         if self._optimizer is None or not any(bucket.parts for bucket in facts.buckets):
             return None
         for ranks in facts.groups if any(bucket.is_gathered for bucket in facts.buckets) else ():

@@ -124,7 +124,7 @@ def own_buckets(
         names: of the Graph's parameters.
         shared: the parameters that this rank holds.
         sums: in which types.
-        device: where they lie.
+        device: where they will lie.
 
     Raises:
         RaNNCError: types of parameters have changed since the model was captured, not all alike.

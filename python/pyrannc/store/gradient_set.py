@@ -34,6 +34,7 @@ class GradientSet:
         self.is_kept = is_kept
         self._buckets = buckets
         self.flats = _flats_of(buckets)
+        # What is shown: before that is settled, messages in its type may lie there.
         self._given = {
             types: flat if flat.dtype == types[1] else torch.empty_like(flat, dtype=types[1])
             for types, flat in self.flats.items()
@@ -76,6 +77,8 @@ class GradientSet:
         """Takes the contents of another set."""
         for types, flat in self.flats.items():
             flat.copy_(other.flats[types])
+            if self._given[types] is not flat:
+                self._given[types].copy_(other._given[types])
 
     def settle(self) -> bool:
         """Rounds the sums to the parameters' types; false if they have them."""
@@ -98,8 +101,10 @@ class GradientSet:
         return self._slices[index]
 
     def message(self, index: int) -> Tensor:
-        """The same as it is summed over ranks: what :meth:`bucket` gives, or a copy in another type. Until
-        :meth:`settle`, memory of that type may hold it."""
+        """The same as it is summed over ranks: what :meth:`bucket` gives, or a copy in another type.
+
+        One in the parameters' type takes the memory of :attr:`views`, which shows gradients again after :meth:`settle`.
+        """
         sums, given, dtype = self.bucket(index), _slice(self._given, self._buckets[index]), self._buckets[index].message
         if dtype == sums.dtype:
             return sums

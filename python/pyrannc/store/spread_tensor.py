@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
-from pyrannc.store.buckets import elements, laid_out
+from pyrannc.store.buckets import elements, laid_out, strides_of
 from pyrannc.store.elsewhere import (
     METADATA,
     OF_AUTOGRAD,
@@ -81,8 +81,8 @@ def spread_gradient(param: Tensor, name: str, ranks: tuple[int, ...], piece: Ten
 
 
 def spread_param(param: nn.Parameter, name: str, ranks: tuple[int, ...], piece: Tensor, start: int) -> None:
-    """Leaves a parameter its form and a piece; the object stays the same."""
-    home = Home("parameter", name, ranks, param.device, param.stride(), type(param), spread=True, param=id(param))
+    """Leaves a parameter its form, without gaps, and a piece, on whose device it then is; the object stays the same."""
+    home = Home("parameter", name, ranks, piece.device, strides_of(param), type(param), spread=True, param=id(param))
     guard(param, home, SpreadParameter)
     assert isinstance(param, SpreadParameter)
     param.piece, param.start = piece, start

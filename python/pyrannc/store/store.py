@@ -79,10 +79,10 @@ class ParamStore:
     def move(self, divide: Callable[[], DividedParams] | None) -> None:
         """This rank's tensors go to its device, divided ones in parts: it may have no memory for the whole of them.
 
-        All ranks call it.
+        All ranks call it, before anything else but :meth:`shared`.
 
         Args:
-            divide: moves those that Replicas divide.
+            divide: moves those that Replicas divide, and gives what :attr:`divided` becomes.
         """
         # A device may be full on one rank alone.
         agree.together(lambda: self._move(divide))

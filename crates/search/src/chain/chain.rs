@@ -31,7 +31,7 @@ pub(crate) struct Chain {
     /// Their gradients, as far as they stay, each once.
     pub(crate) grad_bytes: ByCount<IntervalSums>,
     /// Copies of these that are summed over ranks, each once.
-    pub(crate) message_copy_bytes: ByCount<IntervalSums>,
+    pub(crate) message_copy_bytes: IntervalSums,
     /// Working copies of parameters, each once.
     pub(crate) copy_bytes: IntervalSums,
     /// Parameters that no Block outside of the run uses.
@@ -85,8 +85,7 @@ impl Chain {
         Self {
             state_bytes: of(&|state| state.bytes, &mut states.iter()),
             grad_bytes: [false, true].map(|several| of(&|state| state.grad_bytes(several), &mut trainable.clone())),
-            message_copy_bytes: [false, true]
-                .map(|several| of(&|state| state.message_copy_bytes(several), &mut trainable.clone())),
+            message_copy_bytes: of(&StateSpec::message_copy_bytes, &mut trainable.clone()),
             message_bytes: of(&|state| state.message_bytes, &mut trainable.clone()),
             trainable_bytes: of(&|state| state.bytes, &mut trainable.clone()),
             copy_bytes: of(&|state| state.copy_bytes, &mut states.iter()),

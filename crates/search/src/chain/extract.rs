@@ -341,7 +341,7 @@ impl Extractor<'_> {
         let trainable = matches!(tensor.def, ValueDef::Param(_)) && tensor.requires_grad;
         let bytes = tensor_bytes(tensor).at(0);
         let bytes_in = |dtype: DType| bytes / tensor.dtype.bytes() as f64 * dtype.bytes() as f64;
-        let message_bytes = bytes_in(self.reduce.of(tensor.dtype));
+        let message = self.reduce.of(tensor.dtype);
         let accumulated_bytes = bytes_in(ReduceDType::Float32.of(tensor.dtype));
         let copy_bytes =
             self.conversions.copy_of.get(&value).map_or(0.0, |&copy| tensor_bytes(&self.graph.values[copy]).at(0));
@@ -349,7 +349,8 @@ impl Extractor<'_> {
         let first_use = self.first_uses.get(&value).copied().unwrap_or(usize::MAX);
         StateSpec {
             bytes,
-            message_bytes,
+            message_bytes: bytes_in(message),
+            own_type_travels: message == tensor.dtype,
             accumulated_bytes,
             copy_bytes,
             trainable,

@@ -78,6 +78,8 @@ pub(crate) struct StateSpec {
     pub(crate) bytes: f64,
     /// What is summed over ranks of its gradient.
     pub(crate) message_bytes: f64,
+    /// That has its own type.
+    pub(crate) own_type_travels: bool,
     /// What gradients of several microbatches are added up in, float32 at least.
     pub(crate) accumulated_bytes: f64,
     /// Of its working copy; 0 where it has none.
@@ -108,10 +110,10 @@ impl StateSpec {
         self.bytes + if sums_bytes == self.bytes { 0.0 } else { sums_bytes }
     }
 
-    /// The copy that is summed over ranks, where that has a type of its own. One in the gradient's lies where that will.
-    pub(crate) fn message_copy_bytes(&self, several_microbatches: bool) -> f64 {
-        let has_memory = [self.bytes, self.sums_bytes(several_microbatches)].contains(&self.message_bytes);
-        if has_memory { 0.0 } else { self.message_bytes }
+    /// The copy that is summed over ranks, where that has neither the type of the sums, which is float32 at least if it
+    /// is not the gradient's, nor the gradient's: that one lies where the gradient will.
+    pub(crate) fn message_copy_bytes(&self) -> f64 {
+        if self.own_type_travels || self.message_bytes == self.accumulated_bytes { 0.0 } else { self.message_bytes }
     }
 
     fn sums_bytes(&self, several_microbatches: bool) -> f64 {

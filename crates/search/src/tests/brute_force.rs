@@ -108,6 +108,7 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
             |(blocks, bytes, [trainable, copied, beside_spans])| StateSpec {
                 bytes: f64::from(bytes) * 1e4,
                 message_bytes: f64::from(bytes) * if bytes % 3 == 0 { 2e4 } else { 1e4 },
+                own_type_travels: bytes % 2 == 0,
                 accumulated_bytes: f64::from(bytes) * if bytes % 3 == 0 || bytes % 5 == 0 { 2e4 } else { 1e4 },
                 copy_bytes: if copied { f64::from(bytes) * 5e3 } else { 0.0 },
                 trainable,

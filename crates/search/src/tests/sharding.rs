@@ -18,6 +18,7 @@ fn spec() -> ChainSpec {
     let state = |mib: f64, copy_mib: f64, blocks: &[usize]| StateSpec {
         bytes: mib * MIB,
         message_bytes: mib * MIB,
+        own_type_travels: true,
         accumulated_bytes: mib * MIB,
         copy_bytes: copy_mib * MIB,
         trainable: true,
@@ -73,20 +74,18 @@ fn each_level_divides_what_it_says() {
 
 #[test]
 fn gradients_take_memory_in_each_type_that_they_are_summed_in() {
-    let state = |bytes: f64, message_bytes: f64, accumulated_bytes: f64| StateSpec {
-        bytes,
-        message_bytes,
-        accumulated_bytes,
-        ..StateSpec::default()
+    let sizes = |bytes: f64, message_bytes: f64, own_type_travels: bool| {
+        let state =
+            StateSpec { bytes, message_bytes, own_type_travels, accumulated_bytes: 4.0, ..StateSpec::default() };
+        ([false, true].map(|several| state.grad_bytes(several)), state.message_copy_bytes())
     };
-    let sizes =
-        |state: StateSpec| [false, true].map(|several| [state.grad_bytes(several), state.message_copy_bytes(several)]);
     // Of a parameter in float32, summed over ranks as it is, and in bfloat16.
-    assert_eq!(sizes(state(4.0, 4.0, 4.0)), [[4.0, 0.0], [4.0, 0.0]]);
-    assert_eq!(sizes(state(4.0, 2.0, 4.0)), [[4.0, 2.0], [4.0, 2.0]]);
-    // In bfloat16, summed over ranks in float32, and as it is.
-    assert_eq!(sizes(state(2.0, 4.0, 4.0)), [[6.0, 0.0], [6.0, 0.0]]);
-    assert_eq!(sizes(state(2.0, 2.0, 4.0)), [[2.0, 0.0], [6.0, 0.0]]);
+    assert_eq!(sizes(4.0, 4.0, true), ([4.0, 4.0], 0.0));
+    assert_eq!(sizes(4.0, 2.0, false), ([4.0, 4.0], 2.0));
+    // In bfloat16, summed over ranks in float32, and as it is; in float16 and bfloat16.
+    assert_eq!(sizes(2.0, 4.0, false), ([6.0, 6.0], 0.0));
+    assert_eq!(sizes(2.0, 2.0, true), ([2.0, 6.0], 0.0));
+    assert_eq!(sizes(2.0, 2.0, false), ([2.0, 6.0], 2.0));
 }
 
 #[test]
