@@ -87,6 +87,7 @@ ROWS = [
     Row("bert 5 B slow links", Task("bert", _BERT_96, 128), (*_EAGER, "torch-1f1b-compiled"), 8, _SLOW),
     Row("bert 13 B", Task("bert", (256, 2048, 512), 64), _EAGER, 8),
     Row("gpt2 7 B", Task("gpt2", (32, 4096, 1024), 64), _EAGER, 8),
+    Row("bert 100 B", Task("bert", (80, 10240, 512), 8, "bfloat16", one_copy=True), (), 8),
     Row("resnet152x8", Task("resnet152", (8, 224), 256, "float32", "sgd"), ("ddp", "fsdp2-kept"), 8),
     Row("resnet152x8 slow links", Task("resnet152", (8, 224), 256, "float32", "sgd"), ("ddp", "fsdp2-kept"), 8, _SLOW),
     Row("t5 3 B", Task("t5", _T5_3B, 128), _WITHOUT_STAGES, 8),
@@ -94,6 +95,7 @@ ROWS = [
     Row("tutorial of 5000", Task("chain", (5000, 100), 512, "float32", "sgd", 40), ("ddp", "fsdp2-freed"), 8),
     Row("tiny-bert", Task("bert", (4, 64, 32), 8, "float32"), (*_EAGER, "torch-interleaved", "bound"), 0),
     Row("tiny-bert dropout", Task("bert", (4, 64, 32), 8, "float32", dropout=0.1), ("ddp",), 0),
+    Row("tiny-bert of one copy", Task("bert", (4, 64, 32), 8, "bfloat16", one_copy=True), (), 0),
     Row("tiny-gpt2", Task("gpt2", (4, 64, 32), 8, "float32"), (*_EAGER, "torch-interleaved"), 0),
 ]
 """By priority; the tiny ones are for trying this script without a GPU."""
@@ -136,7 +138,7 @@ def parse() -> argparse.Namespace:
 def systems_of(row: Row, options: argparse.Namespace) -> list[str]:
     # A split into one Stage on each rank stands beside torch's.
     own = ["rannc", *(["rannc-stages"] if "torch-1f1b" in row.systems else [])]
-    return [system for system in (row.systems[0], *own, *row.systems[1:]) if system in options.systems]
+    return [system for system in (*row.systems[:1], *own, *row.systems[1:]) if system in options.systems]
 
 
 def read(results: Path) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import Batch, loss_of, make_model
+from one_copy import module_of_one_copy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
@@ -34,6 +35,7 @@ class Task:
         optimizer: ``"adamw"`` or ``"sgd"``.
         limit_gib: memory that torch may reserve on each device; 0 is no limit.
         dropout: probability, wherever a transformer drops.
+        one_copy: the ranks of a host have a transformer's weights once, all together.
     """
 
     model: str
@@ -43,6 +45,7 @@ class Task:
     optimizer: str = "adamw"
     limit_gib: float = 0
     dropout: float = 0.0
+    one_copy: bool = False
 
     def region(self) -> AbstractContextManager[Any]:
         """Where the model is called."""
@@ -50,6 +53,9 @@ class Task:
 
     def module(self) -> nn.Module:
         """The model, on the host; its weights are drawn on the device, which is much quicker."""
+        if self.one_copy:
+            dtype = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+            return module_of_one_copy(self.model, list(self.sizes), dtype, torch.device(_kind()))
         with torch.device(_kind()):
             made = make_model(self.model, list(self.sizes), 0, self.dropout)
         made = made.cpu()
