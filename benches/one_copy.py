@@ -1,7 +1,7 @@
 """A model whose weights the ranks of a host have once, all together: for what each could not hold alone.
 
-Every parameter is a file in shared memory that all ranks map, each for itself: what one of them writes is its own. Files
-have no names any more when the model is there, so that nothing is left when the ranks end.
+Every parameter is a file in shared memory that all ranks map, each for itself: what one of them writes is its own. The
+files have no names any more when the model is there, so that nothing is left when the ranks end.
 """
 
 from __future__ import annotations

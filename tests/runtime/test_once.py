@@ -223,7 +223,7 @@ def left_behind() -> list[int]:
     """How many parameters are copied for a comparison, and how many copies are there when planning begins, in a region
     of autocast, where torch keeps conversions of what has gradients."""
     model, copies, found = Keys(torch.float32), list[weakref.ref[Tensor]](), list[int]()
-    leaf_of, decide = made._leaf, deployed.decide
+    leaf_of, decide = made.FewRows._leaf, deployed.decide
 
     def noted(*args: Any, **kwargs: Any) -> Tensor:
         copy = leaf_of(*args, **kwargs)
@@ -235,7 +235,7 @@ def left_behind() -> list[int]:
         return decide(*args)
 
     module = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1), check_unused_values=False)
-    looking = patch.object(made, "_leaf", noted), patch.object(deployed, "decide", deciding)
+    looking = patch.object(made.FewRows, "_leaf", noted), patch.object(deployed, "decide", deciding)
     with looking[0], looking[1], torch.autocast("cpu", torch.bfloat16):
         module(torch.randn(4, 6, WIDTH)).backward()
     module.undeploy()

@@ -21,6 +21,7 @@ from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
 from pyrannc.capture.torch_internals.levels import regions_ended
 from pyrannc.capture.torch_internals.modules import reparametrized
+from pyrannc.capture.torch_internals.tensors import version
 from pyrannc.core.partition import StagePart
 from pyrannc.proof.outcome import seeds
 
@@ -71,6 +72,7 @@ class FewRows:
         self._rows = rows
         self._device = device
         self._backward = backward
+        self._on_device: dict[str, tuple[Tensor, int]] = {}
 
     def by_model(
         self, *, nudged: float | None = None, heard: Callable[[str, list[Tensor]], None] | None = None
@@ -143,9 +145,22 @@ class FewRows:
 
     def _state(self, *, nudged: float | None = None) -> dict[str, Tensor]:
         """Parameters as leaves of their own, copies of buffers."""
-        found = {name: _leaf(param, self._device, nudged=nudged) for name, param in self._model.named_parameters()}
+        found = {name: self._leaf(name, param, nudged) for name, param in self._model.named_parameters()}
         buffers = self._model.named_buffers()
         return found | {name: buffer.detach().to(self._device, copy=True) for name, buffer in buffers}
+
+    def _leaf(self, name: str, param: Tensor, nudged: float | None) -> Tensor:
+        """It shares the memory of the parameter, or of its copy on the device, and has a gradient of its own."""
+        own, seen = self._on_device.pop(name, (None, 0))
+        if own is None or version(own) != seen:
+            own = param.detach().to(self._device)
+        if nudged is None:
+            # For the next run; beside a nudged one there may be no memory for it.
+            self._on_device[name] = own, version(own)
+        elif own.is_floating_point():
+            signs = 1 - 2 * (torch.arange(own.numel(), device=own.device) % 2).view(own.shape)
+            own = own + signs * max(nudged, torch.finfo(own.dtype).eps) * own
+        return own.detach().requires_grad_(param.requires_grad)
 
     def _inputs(self) -> list[Tensor]:
         return [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self._tensors]
@@ -236,15 +251,6 @@ def _states(device: torch.device) -> tuple[bytes, ...]:
     own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     others = [state for _, state in other_states()]
     return *(bytes(state.tolist()) for state in (torch.get_rng_state(), *own)), *others
-
-
-def _leaf(param: Tensor, device: torch.device, *, nudged: float | None) -> Tensor:
-    own = param.detach().to(device)
-    if nudged is not None and own.is_floating_point():
-        signs = 1 - 2 * (torch.arange(own.numel(), device=device) % 2).view(own.shape)
-        own = own + signs * max(nudged, torch.finfo(own.dtype).eps) * own
-    # It shares the parameter's memory, where that is on the device, and has a gradient of its own.
-    return own.detach().requires_grad_(param.requires_grad)
 
 
 def _digest(gradient: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyrannc.capture.torch_internals.tensors import version
 from pyrannc.errors import RaNNCError
 from pyrannc.job.exchange import Group, Work, gather_parts
-from pyrannc.store.buckets import Bucket, like
+from pyrannc.store.buckets import Bucket, elements, laid_out, like, strides_of
 
 
 class GatheredBucket:
@@ -39,13 +39,20 @@ class GatheredBucket:
         self._works: list[Work] = []
         self._is_started = False
         self.leaves = self._leaves(self.dtype)
-        for shared in bucket.params:
-            self.leaves[shared.name].data.copy_(shared.param)
-        whole = self._wholes[self.dtype]
-        whole[bucket.numel :].zero_()
-        self.own = whole[slice(*bucket.kept)].clone()
-        self._copies: dict[torch.dtype, dict[str, Tensor]] = {}
         self._empty()
+        self.own = self._own_part()
+        self._copies: dict[torch.dtype, dict[str, Tensor]] = {}
+
+    def _own_part(self) -> Tensor:
+        """What this rank keeps of the parameters, which may be on the host: nothing else of them goes to the device."""
+        first, end = self._bucket.kept
+        own = torch.zeros(end - first, dtype=self.dtype, device=self._bucket.device)
+        for shared, start in self._bucket.placed():
+            begin, stop = self._bucket.kept_of(start, shared.param.numel())
+            if begin < stop:
+                flat = laid_out(shared.param.detach(), strides_of(shared.param))
+                own.narrow(0, start + begin - first, stop - begin).copy_(elements(flat, begin, stop))
+        return own
 
     @property
     def is_kept(self) -> bool:
