@@ -51,8 +51,12 @@ def give_back(device: torch.device) -> None:
 
 
 def collect(device: torch.device) -> None:
-    """Gives back also what only objects that refer to each other still hold: Python looks for them now and then."""
-    gc.collect()
+    """Gives back also what only objects that refer to each other still hold, which Python looks for now and then.
+
+    Looking takes some tenths of a second: what lies on the host can wait.
+    """
+    if device.type == "cuda":
+        gc.collect()
     give_back(device)
 
 
