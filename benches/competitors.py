@@ -55,7 +55,7 @@ class Task:
         """The model, on the host; its weights are drawn on the device, which is much quicker."""
         if self.one_copy:
             dtype = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
-            return module_of_one_copy(self.model, list(self.sizes), dtype, torch.device(_kind()))
+            return module_of_one_copy(self.model, list(self.sizes), self.dropout, dtype, torch.device(_kind()))
         with torch.device(_kind()):
             made = make_model(self.model, list(self.sizes), 0, self.dropout)
         made = made.cpu()

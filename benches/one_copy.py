@@ -19,15 +19,18 @@ _STD = 0.02
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def module_of_one_copy(name: str, sizes: list[int], dtype: torch.dtype, device: torch.device) -> nn.Module:
+def module_of_one_copy(
+    name: str, sizes: list[int], dropout: float, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
     """A transformer of :mod:`models` with parameters of a type on the host. All ranks of one host call it.
 
     Args:
         sizes: of the family; the first is the number of layers.
+        dropout: probability, wherever it drops.
         device: where this rank draws its share of the weights.
     """
     with torch.device("meta"):
-        model = make_model(name, sizes, 0)
+        model = make_model(name, sizes, 0, dropout)
     _fill_buffers(model, make_model(name, [1, *sizes[1:]], 0))
     folder = _SHARED_MEMORY / f"one-copy-{os.environ.get('MASTER_PORT', os.getpid())}"
     folder.mkdir(exist_ok=True)

@@ -131,11 +131,18 @@ def test_what_lies_between_buckets_is_finite() -> None:
     assert flat.isfinite().all()
 
 
-def test_a_sum_over_ranks_in_the_parameters_type_takes_no_memory_of_its_own() -> None:
-    param = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+def half_gradients(numel: int) -> GradientSet:
+    """Those of a parameter in bfloat16 on two ranks, of several microbatches, summed over ranks in its type."""
+    param = nn.Parameter(torch.ones(numel, dtype=torch.bfloat16))
     facts = BucketsFacts(groups=((0, 1),), buckets=(BucketFacts(0, (0,), "none", (), None),))
-    made = GradientSet(own_buckets(facts, ["p"], [SharedParam("p", param, (0, 1))], SumTypes("param", True), HOST))
+    shared = [SharedParam("p", param, (0, 1))]
+    made = GradientSet(own_buckets(facts, ["p"], shared, SumTypes("param", True), HOST))
     made.begin()
+    return made
+
+
+def test_a_sum_over_ranks_in_the_parameters_type_takes_no_memory_of_its_own() -> None:
+    made = half_gradients(64)
     made.put(0, [0], [torch.full((64,), 1 + 2**-10)])
     message = made.message(0)
     assert (made.bucket(0).dtype, message.dtype) == (torch.float32, torch.bfloat16)
@@ -146,10 +153,7 @@ def test_a_sum_over_ranks_in_the_parameters_type_takes_no_memory_of_its_own() ->
 
 
 def test_what_a_set_takes_back_is_what_it_has_shown() -> None:
-    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    facts = BucketsFacts(groups=((0, 1),), buckets=(BucketFacts(0, (0,), "none", (), None),))
-    made = GradientSet(own_buckets(facts, ["p"], [SharedParam("p", param, (0, 1))], SumTypes("param", True), HOST))
-    made.begin()
+    made = half_gradients(4)
     made.put(0, [0], [torch.ones(4)])
     made.settle()
     # As a script may, which holds it.

@@ -456,13 +456,16 @@ def broken_off(sharding: str, folder: str) -> list[float]:
                 with torch.no_grad(), pytest.raises(IndexError):
                     module(own + 100)
                 module.train()
-            optimizer.step()
-            plain.step()
-            optimizer.zero_grad()
-            plain.zero_grad()
+            _update(optimizer, plain)
             apart += _apart(module, reference)
         module.undeploy()
         return apart
+
+
+def _update(*optimizers: Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _apart(module: pyrannc.RaNNCModule, reference: nn.Module) -> list[float]:
@@ -540,10 +543,7 @@ def with_gaps(sharding: str, folder: str) -> list[float]:
             reference(rows).square().mean().backward()
             grads = [(module.get_param_grad(name), param.grad) for name, param in reference.named_parameters()]
             apart += [(grad - right).abs().max().item() for grad, right in grads]
-            optimizer.step()
-            plain.step()
-            optimizer.zero_grad()
-            plain.zero_grad()
+            _update(optimizer, plain)
         apart += _apart(module, reference)
         module.undeploy()
         return apart

@@ -184,14 +184,14 @@ def strides_of(param: Tensor) -> tuple[int, ...]:
     return torch.empty_like(param).stride()
 
 
-def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A tensor with these strides, which leave no gaps; itself where it has them."""
-    if tensor.stride() == strides:
-        return tensor
-    made = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
-
-
 def elements(tensor: Tensor, start: int, end: int) -> Tensor:
     """Elements of a tensor without gaps, as they lie in memory, which it shares."""
     return tensor.as_strided((end - start,), (1,), tensor.storage_offset() + start)
+
+
+def elements_by(strides: tuple[int, ...], tensor: Tensor, start: int, end: int) -> Tensor:
+    """Elements of a tensor as they lie with these strides, which leave no gaps; in its memory where it has these."""
+    if tensor.stride() != strides:
+        made = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = made.copy_(tensor)
+    return elements(tensor, start, end)

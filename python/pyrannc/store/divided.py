@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.job import process
 from pyrannc.job.exchange import Group, gather_each
-from pyrannc.store.buckets import Bucket, elements, laid_out, like, strides_of, within
+from pyrannc.store.buckets import Bucket, elements, elements_by, like, strides_of, within
 from pyrannc.store.elsewhere import Guarded
 from pyrannc.store.gathered import GatheredBucket
 from pyrannc.store.spread_tensor import SpreadTensor, is_absent, is_spread, own_piece, spread_gradient, spread_param
@@ -40,7 +40,7 @@ class Part:
 
     def of(self, tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
         """These elements of a tensor of the parameter's shape, given the parameter's strides: in one dimension."""
-        return elements(laid_out(tensor, strides), self.start, self.end)
+        return elements_by(strides, tensor, self.start, self.end)
 
 
 class Piece:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyrannc.capture.torch_internals.tensors import version
 from pyrannc.errors import RaNNCError
 from pyrannc.job.exchange import Group, Work, gather_parts
-from pyrannc.store.buckets import Bucket, elements, laid_out, like, strides_of
+from pyrannc.store.buckets import Bucket, elements_by, like, strides_of
 
 
 class GatheredBucket:
@@ -50,8 +50,8 @@ class GatheredBucket:
         for shared, start in self._bucket.placed():
             begin, stop = self._bucket.kept_of(start, shared.param.numel())
             if begin < stop:
-                flat = laid_out(shared.param.detach(), strides_of(shared.param))
-                own.narrow(0, start + begin - first, stop - begin).copy_(elements(flat, begin, stop))
+                part = elements_by(strides_of(shared.param), shared.param.detach(), begin, stop)
+                own.narrow(0, start + begin - first, stop - begin).copy_(part)
         return own
 
     @property

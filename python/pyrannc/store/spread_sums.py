@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyrannc.capture.torch_internals.gradients import copy_each
 from pyrannc.job.exchange import Group, Work, scatter_sum
-from pyrannc.store.buckets import Bucket, elements, laid_out, strides_of
+from pyrannc.store.buckets import Bucket, elements_by, strides_of
 
 
 class SpreadSums:
@@ -52,8 +52,7 @@ class SpreadSums:
         for place in set(range(len(parts))).difference(places):
             parts[place].zero_()
         flat = [
-            elements(laid_out(grad, self._strides[place]), 0, grad.numel())
-            for place, grad in zip(places, grads, strict=True)
+            elements_by(self._strides[place], grad, 0, grad.numel()) for place, grad in zip(places, grads, strict=True)
         ]
         copy_each([parts[place] for place in places], flat)
         self._came = came

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
-from pyrannc.store.buckets import elements, laid_out, strides_of
+from pyrannc.store.buckets import elements, elements_by, strides_of
 from pyrannc.store.elsewhere import (
     METADATA,
     OF_AUTOGRAD,
@@ -191,7 +191,7 @@ def _taken(item: Any, target: Spread) -> Any:
         return elements(item.piece, 0, item.piece.numel())
     if not isinstance(item, Tensor) or not item.dim():
         return item
-    return elements(laid_out(item.detach(), target.home.strides), target.start, target.start + target.piece.numel())
+    return elements_by(target.home.strides, item.detach(), target.start, target.start + target.piece.numel())
 
 
 def _made(like: Any, home: Home, piece: Tensor, start: int) -> SpreadTensor:
