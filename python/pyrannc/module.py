@@ -216,6 +216,8 @@ class RaNNCModule(DeployedModel):
                 with no_autocast():
                     self._deploy(variant, call)
                 call = replace(call, key=(call.key[0], self._agreement.flags))
+            if call.doubt is not None and call.doubt.is_open:
+                call.doubt.take_for_granted()
             if process.get_rank() == 0:
                 tell_of_normalising(variant, self._deployed("forward").plan)
             self._keep(call.key, variant)
@@ -251,10 +253,10 @@ class RaNNCModule(DeployedModel):
 
         Meanwhile other ranks look whether all tensors have rows that are taken to have them.
         """
-        doubt = call.doubt
+        doubt = call.doubt if self._may_cut else None
         if variant.has_own_trace and not (torch.is_grad_enabled() and variant.trains):
             if doubt is not None:
-                doubt.look_and_settle(call.batch)
+                self._settle(doubt, call)
             return
         with phases.phase("RaNNCModule", "comparison", "the comparison of the captured graph", busy=True):
 

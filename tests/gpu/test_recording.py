@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import pyrannc
 from pyrannc.job import process
@@ -119,6 +121,53 @@ def test_peaks_count_replays(ranks: Ranks) -> None:
     for recorded, replayed, told in ranks(2).run(_peaks, env={"RANNC_PROFILE": "never", "RANNC_COMPILE_SPANS": "off"}):
         assert replayed < 0.8 * recorded
         assert told == pytest.approx(recorded, rel=0.1)
+
+
+class Uneven(nn.Module):
+    """Layers of different widths: what one leaves behind fits no other."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        widths = [512, 1408, 640, 2304, 384, 1792, 896, 512]
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean() if self.inside else x
+
+
+def _under_cap(inside: bool, cap: int | None) -> tuple[str, int, int]:
+    """What the report says of graphs, the most that torch had of the GPU, and what graphs have of that."""
+    device = process.ensure_process_group().device
+    torch.manual_seed(0)
+    module = Uneven(inside).to(device)
+    model = pyrannc.RaNNCModule(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    before = torch.cuda.get_per_process_memory_fraction()
+    for step in range(5):
+        if step == 1:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            if cap is not None:
+                torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(0).total_memory)
+        made = model(torch.rand(4096, 512, device=device))
+        (made if inside else made.square().mean()).backward()
+        del made
+    torch.cuda.set_per_process_memory_fraction(before)
+    graphs = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) != (0, 0)]
+    return model.report().recorded, torch.cuda.max_memory_reserved(), sum(one["total_size"] for one in graphs)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_finds_no_room_in_pieces_is_recorded_in_one_block(inside: bool, ranks: Ranks) -> None:
+    env = {"RANNC_PROFILE": "never", "RANNC_COMPILE_SPANS": "off", "RANNC_PIPELINE_NUM": "4"}
+    [(told, most, graphs)] = ranks(1).run(_under_cap, inside, None, env=env)
+    assert told.startswith("1 of 1 kinds of steps are replayed")
+    [(told, capped, fewer)] = ranks(1).run(_under_cap, inside, most - (4 << 20), env=env)
+    assert told.startswith("1 of 1 kinds of steps are replayed")
+    assert capped < most
+    assert fewer < graphs
 
 
 def _same(inside: bool, place: int, graphs: str) -> Trained:

@@ -19,6 +19,7 @@ from tests.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 ROWS = 4
 WIDTH = 3
+CUT = {"RANNC_PIPELINE_NUM": "2"}
 
 
 class Beside(nn.Module):
@@ -71,17 +72,70 @@ def _called(by_row: tuple[bool, ...]) -> tuple[list[int], str]:
 
 @pytest.mark.parametrize(("world_size", "shares"), [(1, [[0, 1, 2, 3]]), (2, [[], [1, 2, 3]]), (3, [[], [1, 3], [2]])])
 def test_each_is_looked_at_once(ranks: Ranks, world_size: int, shares: list[list[int]]) -> None:
-    found = ranks(world_size).run(_called, (True, True, True))
+    found = ranks(world_size).run(_called, (True, True, True), env=CUT)
     assert found == [(share, "") for share in shares]
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_one_without_rows_is_refused_by_all_at_each_call(ranks: Ranks, world_size: int, which: int) -> None:
-    for looked, text in ranks(world_size).run(_called, tuple(place != which for place in range(3))):
+    for looked, text in ranks(world_size).run(_called, tuple(place != which for place in range(3)), env=CUT):
         assert looked.count(-1) == 2
         assert "may have the rows of the batch or none" in text
         assert f"argument {which + 1} (" in text
+
+
+def test_nothing_is_looked_at_where_nothing_is_cut(ranks: Ranks) -> None:
+    assert ranks(1).run(_called, (True, False, True)) == [([], "")]
+
+
+def test_a_plan_for_more_ranks_asks(ranks: Ranks) -> None:
+    [(looked, text)] = ranks(1).run(_called, (True, False, True), env={"RANNC_PARTITIONING_DRY_RUN_NP": "4"})
+    assert looked == [0, 1, 2, 3, -1] * 2
+    assert "may have the rows of the batch or none" in text
+
+
+def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[float]:
+    """Losses of batches with other rows than what stands beside them has elements, and with as many."""
+    losses = []
+    for rows in (ROWS, ROWS + 2, ROWS, 1):
+        by_row, for_all = torch.rand(rows), torch.rand(ROWS)
+        optimizer.zero_grad()
+        loss = model(torch.rand(rows, WIDTH), by_row, for_all)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, *(float(param.sum()) for param in module.parameters())]
+
+
+def _beside_plain() -> tuple[list[float], list[float]]:
+    found = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        module = Beside((True, False))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        found.append(_trained(module, optimizer, pyrannc.RaNNCModule(module, optimizer) if wraps else module))
+    return found[0], found[1]
+
+
+def test_what_has_no_rows_need_not_follow_the_batch_where_nothing_is_cut(ranks: Ranks) -> None:
+    [(plain, found)] = ranks(1).run(_beside_plain)
+    assert found == pytest.approx(plain, rel=1e-5)
+
+
+def _too_few() -> str:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    module.forward = lambda x, labels: nn.functional.cross_entropy(module[0](x), labels)  # type: ignore[method-assign]  # its own
+    model = pyrannc.RaNNCModule(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model(torch.rand(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.long)).backward()
+    with pytest.raises(pyrannc.RaNNCError) as caught:
+        model(torch.rand(ROWS - 1, WIDTH), torch.zeros(ROWS, dtype=torch.long))
+    return str(caught.value)
+
+
+def test_labels_of_another_batch_are_an_error_that_says_so(ranks: Ranks) -> None:
+    [text] = ranks(1).run(_too_few)
+    assert "batch_size" in text
 
 
 def _failed(broken: int) -> tuple[str, float]:

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::testing::{GraphBuilder, graphs, mlp};
 use rannc_ir::{Analysis, DType, Dim, Graph, OpRun};
-use rannc_plan::{Partition, Plan, ScheduleKind};
+use rannc_plan::{Partition, Plan, ReduceDType, ScheduleKind};
 use rannc_search::{Advice, Outcome, SearchError, Settings, Shortage};
 
 fn cluster(name: &str, devices: u32) -> Cluster {
@@ -185,6 +185,20 @@ fn a_shortage_names_the_block_and_what_helps() {
     let one_microbatch = Settings { microbatches: Some(1), ..wide_batch };
     let (_, _, advice) = shortage(&mlp(3, 100), &one_microbatch);
     assert_eq!(advice, Advice::SmallerBatch);
+}
+
+/// Gradients of half precision that several microbatches add to are summed in float32.
+#[test]
+fn a_shortage_is_of_the_plan_that_misses_least() {
+    let half = Graph::from_json(&mlp(30, 1000).to_json().replace("float32", "bfloat16")).expect("a graph");
+    let limits = Settings { memory_limit_bytes: Some(64 << 20), reduce_dtype: ReduceDType::Param, ..settings(1, 32) };
+    let alone = |microbatches| {
+        let limits = Settings { microbatches: Some(microbatches), ..limits.clone() };
+        plan(&half, &cluster("cpu", 1), &limits).expect_err("it is too large").to_string()
+    };
+    let told = plan(&half, &cluster("cpu", 1), &limits).expect_err("it is too large").to_string();
+    assert_eq!(told, alone(1));
+    assert_ne!(told, alone(32));
 }
 
 #[test]

@@ -103,17 +103,21 @@ class RowsInDoubt:
     Args:
         sample: the call, in which they have rows.
         places: theirs.
-        accept: is called when all have rows.
+        accept: is called when they are taken to have rows, and told whether that is proven.
         refuse: raises InputError for one that may have none.
+
+    Attributes:
+        is_open: nothing has been proven, nor taken for granted.
     """
 
     def __init__(
         self,
         sample: Sample,
         places: Sequence[int],
-        accept: Callable[[], None],
+        accept: Callable[[bool], None],
         refuse: Callable[[int], NoReturn],
     ) -> None:
+        self.is_open = True
         self._sample = sample
         self._places = places
         self._accept = accept
@@ -137,7 +141,18 @@ class RowsInDoubt:
         found = [place for place in agree.gather_objects(self._found) if place is not None]
         if found:
             self._refuse(min(found))
-        self._accept()
+        self._end(is_proven=True)
+
+    def take_for_granted(self) -> None:
+        """Ends the doubt unproven, where nothing is cut: rows or none, what is computed is the same.
+
+        Once they have other extents than the batch, they have none.
+        """
+        self._end(is_proven=False)
+
+    def _end(self, *, is_proven: bool) -> None:
+        self.is_open = False
+        self._accept(is_proven)
 
     def look_and_settle(self, batch: BatchRows) -> None:
         """Both, at once. All ranks call it.
@@ -167,6 +182,7 @@ class BatchArguments:
         self._named = named
         self._gather_inputs = gather_inputs
         self._found: dict[Hashable, PerRow] = {}
+        self._unproven: set[Hashable] = set()
         self._positions = _positions(model)
         if named is not None:
             self._check_names(named)
@@ -191,6 +207,8 @@ class BatchArguments:
             return None
         places = [place for place, count in enumerate(found) if count]
         extents = [int(call.tensors[place].shape[0]) for place in places]
+        if call.key in self._unproven and len(set(extents)) > 1:
+            return None
         # With a batch that has no rows they are what they were.
         return _counted(call, [_extents(call)], places) if any(extents) else found
 
@@ -248,8 +266,12 @@ class BatchArguments:
             _refuse_differing(call, named, differs)
             found, doubt = _counted(call, extents, [place for place, mark in enumerate(named) if mark]), None
         if doubt is None:
-            self._found[call.key] = found
+            self._note(call, found, is_proven=True)
         return found, doubt
+
+    def _note(self, call: Arguments, found: PerRow, *, is_proven: bool) -> None:
+        self._found[call.key] = found
+        (self._unproven.discard if is_proven else self._unproven.add)(call.key)
 
     def _by_extents(self, call: Arguments, extents: _Extents, differs: Sequence[bool], device: torch.device) -> PerRow:
         first = next(place for place, extent in enumerate(extents[0]) if extent >= 0)
@@ -272,8 +294,8 @@ class BatchArguments:
             return None
         sample = Sample(self._model, call.args, call.kwargs, device, call.rows(found), found)
 
-        def accept() -> None:
-            self._found[call.key] = found
+        def accept(is_proven: bool) -> None:
+            self._note(call, found, is_proven=is_proven)
 
         return RowsInDoubt(sample, open_places, accept, lambda place: self._refuse_unproven(call, place))
 

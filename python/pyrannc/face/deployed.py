@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from pyrannc._native import Plan
 from pyrannc.call.agreed import AgreedCall, Agreement
-from pyrannc.call.batch_arguments import BatchArguments, BatchNames
+from pyrannc.call.batch_arguments import BatchArguments, BatchNames, RowsInDoubt
 from pyrannc.call.lengths import Lengths
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
 from pyrannc.call.stale import StaleAttributes
@@ -74,11 +74,25 @@ class DeployedModel(StateOfModel):
         """Finds a Plan for a captured call and puts it in force; after an error, all is as if nothing had been."""
         former = Former(self.model, self._user_optimizer)
         try:
-            self._put_in_force(self._plan(variant, call), variant)
+            plan = self._plan(variant, call)
+            if call.doubt is not None and call.doubt.is_open and PlanFacts.of(plan).microbatches > 1:
+                self._settle(call.doubt, call)
+            self._put_in_force(plan, variant)
         except Exception:
             former.come_back()
             self._forget_deployment()
             raise
+
+    @property
+    def _may_cut(self) -> bool:
+        """True where parts of a batch are computed by themselves, as far as that is known before there is a Plan."""
+        if process.get_world_size() > 1 or self._config.partitioning_dry_run_np:
+            return True
+        return self._deployment is not None and PlanFacts.of(self._deployment.plan).microbatches > 1
+
+    def _settle(self, doubt: RowsInDoubt, call: AgreedCall) -> None:
+        with self._stale.lifted():
+            doubt.look_and_settle(call.batch)
 
     def _plan(self, variant: Variant, call: AgreedCall) -> Plan:
         request = Request(

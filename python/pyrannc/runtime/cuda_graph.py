@@ -61,11 +61,13 @@ class Seen:
         places: for what it sets the device's generator.
         grads: where the criterion is outside, the gradients of outputs, without contents.
         reached: likewise, the Values through which gradients flow.
+        growth_bytes: the most memory that it had at a time besides what was there before; 0 where that is not known.
     """
 
     places: list[Place] = field(default_factory=list)
     grads: OfOutputs = field(default_factory=dict)
     reached: Set[int] = frozenset()
+    growth_bytes: int = 0
 
 
 class Recording:
@@ -78,6 +80,7 @@ class Recording:
         current: where gradients go.
         seen: what was seen of the run before.
         pool: whose memory it takes.
+        block_bytes: the pool begins with one block of that size; 0: with pieces as they are asked for.
 
     Attributes:
         current: as given.
@@ -92,6 +95,7 @@ class Recording:
         current: GradientSet | None,
         seen: Seen,
         pool: Any,
+        block_bytes: int,
     ) -> None:
         self.task = task
         self.current = current
@@ -110,6 +114,7 @@ class Recording:
         versions_before = [version(tensor) for tensor in context.buffers.values()]
         program = task.program
         with self._recording(self._graph), self.clock.graph(program.forward, 0):
+            torch.empty(block_bytes, dtype=torch.uint8, device=device)
             self.run.forward(self._inputs.tensors, self._inside.tensors, current)
         if program.call == "halves":
             self.run.begin_backward(lambda: current)

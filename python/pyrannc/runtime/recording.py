@@ -29,6 +29,7 @@ from pyrannc.log import get_logger
 from pyrannc.runtime.batch import OfBatch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.cuda_graph import Recording, Replay, Seen, compiled_for, versions
+from pyrannc.runtime.peaks import Growth
 from pyrannc.runtime.run import AnyRun, OfOutputs, Run, Task
 from pyrannc.runtime.timing import StepMarks
 from pyrannc.store.gradient_set import GradientSet
@@ -87,7 +88,7 @@ class _Known:
         seen: of its run.
         recordings: by room.
         recorded: how many times.
-        failures: of recording.
+        failures: of recording, or of room for what replays give.
     """
 
     program: RankProgram
@@ -102,6 +103,12 @@ class _Known:
     recordings: dict[int, Recording] = field(default_factory=dict)
     recorded: int = 0
     failures: int = 0
+
+    def note_failure(self, why: str) -> None:
+        """What has kept it from being recorded, or replayed; that is tried no more, once it has failed twice."""
+        self.failures += 1
+        if self.failures == _MOST_FAILURES:
+            self.why_not = why
 
     @property
     def is_under_watch(self) -> bool:
@@ -231,9 +238,7 @@ class Recordings:
             torch.cuda.set_stream(stream)
             task.context.forget_messages()
             self._retire_pool()
-            known.failures += 1
-            if known.failures == _MOST_FAILURES:
-                known.why_not = f"recording failed: {first_line(error)}"
+            known.note_failure(f"recording failed: {first_line(error)}")
             return None
         return known.recordings[room]
 
@@ -248,7 +253,9 @@ class Recordings:
         torch.cuda.empty_cache()
         reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         gradients = self._rooms[room].gradients
-        known.recordings[room] = Recording(task, inputs, inside, gradients, known.seen, self._pool)
+        # What finds no room piece by piece may in one block: between pieces lies what none fits into.
+        block_bytes = known.seen.growth_bytes if known.failures else 0
+        known.recordings[room] = Recording(task, inputs, inside, gradients, known.seen, self._pool, block_bytes)
         self._bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
         # The peak may be older than the recording.
         most = min(torch.cuda.max_memory_allocated(device) - allocated, self._bytes)
@@ -260,7 +267,7 @@ class Recordings:
         try:
             return recording.room_for_outputs()
         except torch.OutOfMemoryError:
-            known.why_not = "there is no memory for its outputs beside the graphs"
+            known.note_failure("there is no memory for its outputs beside the graphs")
             torch.cuda.synchronize()
             self._drop(known)
             torch.cuda.empty_cache()
@@ -331,6 +338,7 @@ class _Watched(Run):
         self._known = known
         self._waits = False
         self._seen = Seen()
+        self._growth = Growth(task.context.device)
         with self._watching():
             self.forward(inputs, inside, room)
         self._versions = versions(task.context)
@@ -351,6 +359,7 @@ class _Watched(Run):
     def _end(self) -> None:
         known = self._known
         known.seen = self._seen
+        known.seen.growth_bytes = self._growth.most_bytes
         known.watched = not self._waits
         known.waited += self._waits
         if known.waited == _MOST_WAITING:
@@ -363,7 +372,7 @@ class _Watched(Run):
     def _watching(self) -> Iterator[None]:
         randomness = self._known.context.randomness
         randomness.noted = self._seen.places
-        with warnings.catch_warnings(record=True) as seen:
+        with self._growth.measured(), warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             before = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("warn")

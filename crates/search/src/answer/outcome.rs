@@ -408,26 +408,30 @@ impl<'a> Planner<'a> {
 
     /// Why a search with this end found no Plan. More time or candidates help where something fits.
     fn none_found(&self, stop: Stop) -> SearchError {
-        let (pricing, savers) = (self.leanest_pricing(), Saver::most(&self.settings.savers));
+        let (pricings, savers) = (self.leanest_pricings(), Saver::most(&self.settings.savers));
         match stop {
             Stop::Told => SearchError::Told,
-            Stop::Candidates | Stop::Time if fits(&pricing, &self.rough, &savers) => SearchError::Stopped,
-            Stop::Candidates | Stop::Time | Stop::Complete => self.shortage(&pricing),
+            Stop::Candidates | Stop::Time if fits(&pricings, &self.rough, &savers) => SearchError::Stopped,
+            Stop::Candidates | Stop::Time | Stop::Complete => self.shortage(&pricings),
         }
     }
 
-    /// With the most microbatches, which take the least memory.
-    fn leanest_pricing(&self) -> Pricing<'_> {
+    /// With the most microbatches, which keep the fewest activations, and with the fewest, whose gradients may need no
+    /// sums of their own: one of the two takes the least memory.
+    fn leanest_pricings(&self) -> Vec<Pricing<'_>> {
         let settings = self.settings;
-        let most = settings.microbatch_candidates().ok().and_then(|counts| counts.last().copied()).unwrap_or(1);
-        Pricing::new(self.model.problem(self.cluster, settings), settings.schedules()[0], most)
+        let counts = settings.microbatch_candidates().unwrap_or_else(|_| vec![1]);
+        let ends = counts.last().into_iter().chain(counts.first().filter(|_| counts.len() > 1));
+        let priced =
+            |&count: &u64| Pricing::new(self.model.problem(self.cluster, settings), settings.schedules()[0], count);
+        ends.map(priced).collect()
     }
 
-    fn shortage(&self, pricing: &Pricing<'_>) -> SearchError {
+    fn shortage(&self, pricings: &[Pricing<'_>]) -> SearchError {
         let settings = self.settings;
         let fitting = more(settings.savers).into_iter().filter(|(_, savers)| {
             let with = Saver::most(savers);
-            fits(pricing, &self.rough, &with)
+            fits(pricings, &self.rough, &with)
         });
         let own = settings.savers.sharding;
         let (dividing, lacking): (Vec<_>, Vec<_>) = fitting.partition(|(_, savers)| savers.sharding != own);
@@ -435,7 +439,7 @@ impl<'a> Planner<'a> {
             divided: dividing.first().map(|(_, savers)| savers.sharding),
             would_fit: lacking.into_iter().map(|(what, _)| what).collect(),
         };
-        shortage(pricing, &self.rough, help, |block| {
+        shortage(pricings, &self.rough, help, |block| {
             let OpRun { first, end } = self.model.blocks.blocks[block].ops;
             let place = self.graph.place(self.analysis.main_ops[first as usize]);
             let names = ModuleNames::new(self.graph, &self.analysis.main_ops);

@@ -28,17 +28,22 @@ pub(crate) struct Help {
 }
 
 /// Says which Stage is too large even in the Plan whose largest Stage is smallest; `describe` names a
-/// Block.
+/// Block. Of pricings, that with the most microbatches comes first.
 pub(crate) fn shortage(
-    pricing: &Pricing<'_>,
+    pricings: &[Pricing<'_>],
     order: &RankOrder,
     help: Help,
     describe: impl Fn(usize) -> String,
 ) -> SearchError {
-    let savers = Saver::most(&pricing.problem.settings.savers);
-    let Some(tightest) = Fit::new(pricing, order, &savers).tightest() else {
-        let wanted = pricing.problem.settings.forced_stages().unwrap_or(1);
-        return SearchError::TooFewBlocks { wanted, possible: pricing.chain.len() };
+    let settings = pricings[0].problem.settings;
+    let savers = Saver::most(&settings.savers);
+    let closest = pricings
+        .iter()
+        .filter_map(|pricing| Some((pricing, Fit::new(pricing, order, &savers).tightest()?)))
+        .min_by(|(_, left), (_, right)| left.short_bytes.total_cmp(&right.short_bytes));
+    let Some((pricing, tightest)) = closest else {
+        let wanted = settings.forced_stages().unwrap_or(1);
+        return SearchError::TooFewBlocks { wanted, possible: pricings[0].chain.len() };
     };
     let Tightest { first, end, place, .. } = tightest;
     let at = pricing.at(place);
@@ -63,14 +68,15 @@ pub(crate) fn shortage(
         stages: tightest.stages,
         microbatches: pricing.step.microbatches,
         largest: largest_use(&memory),
-        advice: advice(pricing, &memory, alone_bytes(heaviest) as f64 > usable_bytes),
+        advice: advice(pricing, pricings[0].step.microbatches, &memory, alone_bytes(heaviest) as f64 > usable_bytes),
         measured_rows: measured.map(|_| u32::try_from(at.most_rows()).unwrap_or(u32::MAX)),
     })
 }
 
 /// True when some division fits if every Stage is run in one of these ways.
-pub(crate) fn fits(pricing: &Pricing<'_>, order: &RankOrder, savers: &[Saver]) -> bool {
-    Fit::new(pricing, order, savers).tightest().is_some_and(|tightest| tightest.short_bytes <= 0.0)
+pub(crate) fn fits(pricings: &[Pricing<'_>], order: &RankOrder, savers: &[Saver]) -> bool {
+    let fits = |tightest: Tightest<'_>| tightest.short_bytes <= 0.0;
+    pricings.iter().any(|pricing| Fit::new(pricing, order, savers).tightest().is_some_and(fits))
 }
 
 fn model_bytes(memory: &MemoryPrediction) -> u64 {
@@ -88,8 +94,9 @@ fn largest_use(memory: &MemoryPrediction) -> &'static str {
     uses.into_iter().rev().max_by_key(|&(bytes, _)| bytes).map_or("", |(_, name)| name)
 }
 
-/// What helps a Stage with this memory, of which one Block may be too large even alone.
-fn advice(pricing: &Pricing<'_>, memory: &MemoryPrediction, alone: bool) -> Advice {
+/// What helps a Stage with this memory, of which one Block may be too large even alone, where so many microbatches
+/// have been tried.
+fn advice(pricing: &Pricing<'_>, most_microbatches: u64, memory: &MemoryPrediction, alone: bool) -> Advice {
     let settings = pricing.problem.settings;
     if memory.framework_bytes >= memory.total_bytes() / 2 {
         return Advice::HigherLimit;
@@ -97,8 +104,9 @@ fn advice(pricing: &Pricing<'_>, memory: &MemoryPrediction, alone: bool) -> Advi
     if model_bytes(memory) >= memory.activations_bytes + memory.workspace_bytes + memory.comm_bytes {
         return if alone { Advice::LargerDevice } else { Advice::MoreDevices };
     }
-    let twice = pricing.step.microbatches.saturating_mul(2);
+    let twice = most_microbatches.saturating_mul(2);
     let may_be_smaller = settings.microbatches.is_none()
+        && pricing.step.microbatches == most_microbatches
         && twice <= settings.most_rank_rows()
         && twice.saturating_mul(settings.min_microbatch_rows) <= settings.batch_rows;
     if may_be_smaller { Advice::MoreMicrobatches } else { Advice::SmallerBatch }
