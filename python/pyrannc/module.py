@@ -46,6 +46,7 @@ from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
 from pyrannc.store.after_backward import finish_backward
 from pyrannc.store.optimizer import UserOptimizer
+from pyrannc.store.shared_params import refuse_deployed
 from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
@@ -208,6 +209,8 @@ class RaNNCModule(DeployedModel):
             assert call is not None, "requires_grad has just been agreed on"
         variant = call.variant
         if variant is None:
+            if self._deployment is None:
+                refuse_deployed(self.model, self._user_optimizer)
             keep_below(self._config.mem_limit_bytes, self.device)
             if self.device.type == "cuda" and self._config.compiles_on("cuda"):
                 start_compiling_processes()

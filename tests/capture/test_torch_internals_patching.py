@@ -170,6 +170,21 @@ def test_PROXY_CALL() -> None:
     assert all(pre_dispatch for _, pre_dispatch, _ in seen)
 
 
+def test_RUN_BACKWARD() -> None:
+    original, seen = patching.RUN_BACKWARD.original, []
+
+    def run(outputs: Any, *rest: Any, **options: Any) -> Any:
+        seen.append(len(outputs))
+        return original(outputs, *rest, **options)
+
+    x = X.clone().requires_grad_()
+    with patching.RUN_BACKWARD.replaced_by(run):
+        (grad,) = torch.autograd.grad(x.square().sum(), [x])
+        x.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+    assert torch.equal(grad, 2 * x.detach())
+    assert seen == [1, 1]
+
+
 def test_TENSOR_META() -> None:
     with patching.TENSOR_META.replaced_by(lambda _tensor: None):
         gm = traced(lambda x: x.sin(), X)

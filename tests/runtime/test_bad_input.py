@@ -467,3 +467,130 @@ def test_sparse_tensors_are_refused_with_what_works(ranks: Ranks) -> None:
             assert kind == expected_kind
             assert all(part in text for part in parts), text
         assert losses == pytest.approx([expected] * 2)
+
+
+IN_PARTS = [{"RANNC_PARTITION_NUM": "2"}, {"RANNC_PARTITION_NUM": "1", "RANNC_ENABLE_ZERO": "3"}]
+"""Plans under which not every rank has all parameters."""
+
+
+def trained(model: nn.Module) -> pyrannc.RaNNCModule:
+    module = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    module(torch.randn(4, WIDTH)).sum().backward()
+    return module
+
+
+def wrapped_again() -> tuple[Told, float]:
+    model = Chain()
+    module = trained(model)
+    found = told(lambda: trained(model))
+    # The earlier one is as if nothing had been.
+    module.undeploy()
+    return found, float(trained(model).get_param("layers.0.weight").sum())
+
+
+@pytest.mark.parametrize("env", [{"RANNC_PARTITION_NUM": "1"}, *IN_PARTS])
+def test_a_deployed_model_is_not_wrapped_again(env: dict[str, str], ranks: Ranks) -> None:
+    first, second = ranks(2).run(wrapped_again, env=env)
+    assert first == second
+    kind, text = first[0]
+    assert kind == "RaNNCError"
+    assert "still deployed by an earlier RaNNCModule: call undeploy() of that one" in text
+
+
+def sharing_a_layer() -> Told | None:
+    one, other = Chain(), Chain()
+    other.layers[0] = one.layers[0]
+    optimizer = torch.optim.SGD(nn.ModuleList([one, other]).parameters(), lr=0.1)
+    first, second = pyrannc.RaNNCModule(one, optimizer), pyrannc.RaNNCModule(other, optimizer)
+    x = torch.randn(4, WIDTH)
+    first(x)
+    try:
+        second(x)
+    except pyrannc.RaNNCError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize("env", IN_PARTS)
+def test_two_models_do_not_share_what_is_spread(env: dict[str, str], ranks: Ranks) -> None:
+    first, second = ranks(2).run(sharing_a_layer, env=env)
+    assert first == second
+    assert first[0] == "RaNNCError"
+    assert 'parameter "layers.0.' in first[1]
+    assert "wrap one module that holds both models" in first[1]
+
+
+def test_two_models_share_what_every_rank_has(ranks: Ranks) -> None:
+    assert ranks(2).run(sharing_a_layer, env={"RANNC_PARTITION_NUM": "1", "RANNC_ENABLE_ZERO": "off"}) == [None, None]
+
+
+def initialised_anew() -> list[Told | None]:
+    module = trained(Chain())
+    found: list[Told | None] = []
+    writes: list[Callable[[Tensor], Any]] = [
+        nn.init.orthogonal_,
+        nn.init.kaiming_uniform_,
+        lambda param: param.data.normal_(),
+        lambda param: param.sum(),
+    ]
+    for write in writes:
+        errors = []
+        for name, param in module.named_parameters():
+            if name.endswith("weight"):
+                try:
+                    write(param)
+                except pyrannc.RaNNCError as error:
+                    errors.append((type(error).__name__, str(error)))
+        found.append(errors[0] if errors else None)
+    return found
+
+
+@pytest.mark.parametrize("env", IN_PARTS)
+def test_what_other_ranks_have_is_written_by_load_state_dict(env: dict[str, str], ranks: Ranks) -> None:
+    names = ["nn.init.orthogonal_()", "nn.init.kaiming_uniform_()", "normal_()"]
+    for errors in ranks(2).run(initialised_anew, env=env):
+        for error, name in zip(errors[:3], names, strict=True):
+            assert error is not None
+            assert f"{name} cannot write it here. Use model.load_state_dict(state)" in error[1], error[1]
+        assert errors[3] is not None
+        assert "sum() cannot read it here. Use model.state_dict()" in errors[3][1]
+
+
+class WithForces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        energy = self.energy(x)
+        (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + forces
+
+
+def with_forces() -> Told:
+    return told(lambda: trained(WithForces()))
+
+
+def test_a_forward_that_differentiates_is_refused_with_its_line(ranks: Ranks) -> None:
+    line = WithForces.forward.__code__.co_firstlineno + 3
+    for kind, text in ranks(2).run(with_forces):
+        assert kind == "CaptureError"
+        assert f"differentiates inside of the forward (at {__file__}:{line})" in text, text
+
+
+def stepping_in_backward() -> Told:
+    model = Chain()
+    module = pyrannc.RaNNCModule(model)
+    module(torch.randn(4, WIDTH)).sum().backward()
+    optimizer = torch.optim.SGD([model.layers[0].weight], lr=0.1)
+    other = torch.ones(1, requires_grad=True)
+    other.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    return told(lambda: other.sum().backward())
+
+
+def test_optimizers_of_one_stage_do_not_step_in_backward(ranks: Ranks) -> None:
+    for kind, text in ranks(2).run(stepping_in_backward, env={"RANNC_PARTITION_NUM": "2"}):
+        assert kind == "RaNNCError"
+        assert 'optimizer.step() was called inside of a backward, as by a hook, for parameter "layers.0.weight"' in text
+        assert "RANNC_PARTITION_NUM=1" in text

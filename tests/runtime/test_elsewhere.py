@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,6 @@ READING: dict[str, Callable[[Any, Any], Any]] = {
     "dlpack": lambda net, weight: torch.from_dlpack(weight),
     "format": lambda net, weight: f"{weight.data[0, 0]:.3f}",
     "equal": lambda net, weight: torch.equal(weight, weight),
-    "noise": lambda net, weight: weight.data.normal_(),
     "state_dict": lambda net, weight: net.state_dict(),
     "save": lambda net, weight: torch.save(net, io.BytesIO()),
     "deepcopy": lambda net, weight: copy.deepcopy(net),
@@ -86,6 +86,20 @@ def test_what_reads_contents_is_refused(name: str) -> None:
     net = half_model()
     with pytest.raises(RaNNCError, match=r"on rank.* 1.*not on rank 0.*Use model\.(state_dict|get_param)"):
         READING[name](net, net[0].weight)
+
+
+WRITING: dict[str, Callable[[Any], Any]] = {
+    "normal_()": lambda weight: weight.data.normal_(),
+    "nn.init.orthogonal_()": nn.init.orthogonal_,
+    "nn.init.normal_()": nn.init.normal_,
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_what_writes_new_contents_is_refused(name: str) -> None:
+    told = rf"on rank.* 1.*not on rank 0, so {re.escape(name)} cannot write it here. Use model\.load_state_dict"
+    with pytest.raises(RaNNCError, match=told):
+        WRITING[name](half_model()[0].weight)
 
 
 ALLOWED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {

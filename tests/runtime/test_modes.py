@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 import pyrannc
 from pyrannc.job import process
 from tests.ranks import RankPool
 
-from .equivalence import Case, Twins, double_precision, local_slice, make_batch, make_model
-from .models import RECIPES, VOCABULARY
+from .equivalence import Case, Differences, Twins, double_precision, local_slice, make_batch, make_model
+from .models import RECIPES, VOCABULARY, WIDTH
 from .plans import cut_plan, graph_of, possible_cuts
 
 Ranks = Callable[[int], RankPool]
@@ -56,6 +57,52 @@ def train_and_evaluate(case: Case, folder: str) -> list[str]:
 )
 def test_evaluation_equals_the_plain_model(case: Case, ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(len(case.rows)).run(train_and_evaluate, case, str(tmp_path)) == [[] for _ in case.rows]
+
+
+class Masked(nn.Module):
+    """Layers of attention, each with a mask of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        for number in range(2):
+            self.register_buffer(f"mask{number}", torch.ones(WIDTH, WIDTH).tril().bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        for number, layer in enumerate(self.layers):
+            mixed = layer(x)
+            mask = getattr(self, f"mask{number}")[:length, :length]
+            scores = (mixed @ mixed.transpose(1, 2)).masked_fill(~mask, float("-inf"))
+            x = x + scores.softmax(2) @ mixed
+        return x
+
+
+def evaluate_after_a_cut_before_a_mask(folder: str) -> list[str]:
+    with double_precision():
+        differences, x = Differences(), torch.randn(4, 5, WIDTH, generator=Generator().manual_seed(0))
+        own = local_slice((1, 3))
+        torch.manual_seed(0)
+        plain = Masked()
+        file = Path(folder) / "plan.json"
+        if process.get_rank() == 0:
+            # The second layer's mask comes after the cut, and so do its scores.
+            cut_plan(graph_of(plain, (x,), {}, len(x)), [9], [[0], [1]], 2).write(file)
+        module = pyrannc.RaNNCModule(copy.deepcopy(plain), load_deployment=file)
+        for each, rows in ((module, x[own]), (plain, x)):
+            each(rows).square().mean().backward()
+        for name, param in plain.named_parameters():
+            differences.compare(f"gradient of {name}", module.get_param_grad(name), param.grad)
+        module.eval()
+        plain.eval()
+        with torch.no_grad():
+            differences.compare("evaluation", module(x[own]), plain(x)[own])
+        module.undeploy()
+        return differences.found
+
+
+def test_buffers_stay_where_they_are_for_evaluation(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(evaluate_after_a_cut_before_a_mask, str(tmp_path)) == [[], []]
 
 
 def evaluate_first(case: Case, folder: str) -> list[str]:

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 use rannc_ir::testing::{GraphBuilder, graphs, mlp};
-use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpId, OpRun, ParamId, ValueId};
-use rannc_plan::{InputPart, OutputSource, Partition, PartitionError};
+use rannc_ir::{Analysis, Arg, BufferId, DType, Dim, Graph, OpId, OpRun, ParamId, ValueId};
+use rannc_plan::{InputPart, OutputSource, Partition, PartitionError, StagePart};
 
 const B: Dim = Dim::rows(1);
 
@@ -66,11 +66,11 @@ proptest! {
         let partition = divide(&graph, &cuts);
         let followed = partition.follow(&graph, &graph).expect("its own partition shows that there is one");
         check(&graph, &followed);
-        let held = |partition: &Partition, stage: usize| -> BTreeSet<ParamId> {
-            partition.stages[stage].params.iter().copied().collect()
-        };
-        for stage in 0..partition.stages.len() {
-            prop_assert!(held(&followed, stage).is_subset(&held(&partition, stage)));
+        let params = |part: &StagePart| -> BTreeSet<ParamId> { part.params.iter().copied().collect() };
+        let buffers = |part: &StagePart| -> BTreeSet<BufferId> { part.buffers.iter().copied().collect() };
+        for (found, own) in followed.stages.iter().zip(&partition.stages) {
+            prop_assert!(params(found).is_subset(&params(own)));
+            prop_assert!(buffers(found).is_subset(&buffers(own)));
         }
     }
 }
@@ -288,6 +288,27 @@ fn evaluation_follows_training_to_parameters_and_statistics() {
     let buffers = followed.stages.iter().map(|part| part.buffers.len());
     assert_eq!(buffers.collect::<Vec<_>>(), [1, 2]);
     assert!(followed.stages.iter().all(|part| part.mutated_buffers.is_empty()));
+}
+
+/// Each layer has a mask, which no layer changes; for all that its operands say, what adds it might run before the cut.
+#[test]
+fn what_reads_a_buffer_runs_where_the_buffer_is() {
+    let mut builder = GraphBuilder::new("Masked");
+    let mut hidden = builder.input(DType::Float32, &[B, Dim::fixed(8)]);
+    for name in ["a", "b"] {
+        hidden = builder.linear(hidden, 8, name);
+        let scores = builder.pointwise("aten.exp.default", &[hidden]);
+        let mask = builder.buffer(&format!("{name}.mask"), DType::Float32, &[8]);
+        let part = builder.pointwise("aten.neg.default", &[mask]);
+        hidden = builder.pointwise("aten.add.Tensor", &[scores, part]);
+    }
+    let graph = builder.finish(&[hidden]);
+    // The first stage ends between the linear layer of `b` and what its mask is added to.
+    let partition = divide(&graph, &[0, 4, 6]);
+    let followed = partition.follow(&graph, &graph).expect("it follows itself");
+    check(&graph, &followed);
+    let buffers = |partition: &Partition| partition.stages.iter().map(|part| part.buffers.clone()).collect::<Vec<_>>();
+    assert_eq!(buffers(&followed), buffers(&partition));
 }
 
 #[test]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.torch_internals.gradients import tensor_hooks
-from pyrannc.capture.torch_internals.modules import own_buffers, own_params
+from pyrannc.capture.torch_internals.modules import own_buffers, own_modules, own_params
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree
@@ -47,14 +47,29 @@ class ParamGuards:
         self._whole, self._whole_names = list(whole.values()), list(whole)
         self._leaves = [leaves[name] for name in whole]
         self._spread = spread
-        self._homes = [own_params(model.get_submodule(name.rpartition(".")[0])) for name in params]
+        self._model = model
         self._keys = [name.rpartition(".")[2] for name in params]
         self._pointers = list(map(Tensor.data_ptr, self._leaves))
         self._own_flags = list(map(_requires_grad, self._params))
         self._buffers = list(buffers.values())
         self._buffer_names = list(buffers)
-        self._buffer_homes = [own_buffers(model.get_submodule(name.rpartition(".")[0])) for name in buffers]
         self._buffer_keys = [name.rpartition(".")[2] for name in buffers]
+        self._find_homes()
+
+    def _find_homes(self) -> None:
+        """Where the model has its parameters and buffers now, and the sub-modules on the way there.
+
+        Raises:
+            AttributeError: there is no such sub-module.
+        """
+        owners = [_owner(name) for name in (*self._names, *self._buffer_names)]
+        homes = {path: self._model.get_submodule(path) for path in owners}
+        self._homes = [own_params(homes[_owner(name)]) for name in self._names]
+        self._buffer_homes = [own_buffers(homes[_owner(name)]) for name in self._buffer_names]
+        ways = dict.fromkeys(path for owner in homes for path in _way_to(owner))
+        self._families = [own_modules(self._model.get_submodule(_owner(path))) for path in ways]
+        self._children = [path.rpartition(".")[2] for path in ways]
+        self._on_way = list(map(getitem, self._families, self._children))
 
     def check(self) -> bool:
         """False when ``requires_grad`` of some parameter has changed, or one has a hook that may not.
@@ -65,10 +80,12 @@ class ParamGuards:
             InputError: a parameter or buffer was replaced, or its data has another form.
         """
         try:
+            if not all(map(is_, map(getitem, self._families, self._children), self._on_way)):
+                self._find_homes()
             params = list(map(getitem, self._homes, self._keys))
             kept = all(map(is_, params, self._params))
             kept = kept and all(map(is_, map(getitem, self._buffer_homes, self._buffer_keys), self._buffers))
-        except KeyError:
+        except (KeyError, AttributeError):
             kept = False
         if not kept:
             raise InputError(self._replaced())
@@ -96,9 +113,11 @@ class ParamGuards:
         buffers = zip(self._buffer_names, self._buffer_homes, self._buffer_keys, self._buffers, strict=True)
         gone = [name for name, home, key, tensor in params if home.get(key) is not tensor]
         gone += [name for name, home, key, tensor in buffers if home.get(key) is not tensor]
+        # Where a sub-module is gone, so is what it has.
+        gone += [name for name in (*self._names, *self._buffer_names) if not _has(self._model, _owner(name))]
         return (
             f'"{gone[0]}" of the model is another object than at deployment; change it in place (with torch.no_grad(): '
-            "param.copy_(...)), or call undeploy() first"
+            "param.copy_(...)), or call undeploy() before it or its sub-module is replaced"
         )
 
 
@@ -120,6 +139,25 @@ def agree_on_trainable(params: Mapping[str, nn.Parameter], own: Iterable[str]) -
             raise MismatchError(f'requires_grad of parameter "{name}" is {told}; set it on all ranks')
         if flags:
             param.requires_grad_(next(iter(flags.values())))
+
+
+def _owner(path: str) -> str:
+    """The path of the sub-module that has it."""
+    return path.rpartition(".")[0]
+
+
+def _way_to(path: str) -> list[str]:
+    """The paths of the sub-modules from the model's own to this one."""
+    names = path.split(".") if path else []
+    return [".".join(names[:count]) for count in range(1, len(names) + 1)]
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
 def _form(tensor: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,6 +75,16 @@ class Assumption:
         return self.value in ("True", "False")
 
 
+class Assumes(IntEnum):
+    """What answers are taken that others than the batch decide, each with those before."""
+
+    NOTHING = 0
+    OF_BUFFERS = 1
+    """Later calls can ask again."""
+    ANYTHING = 2
+    """No later call can check them."""
+
+
 class PartOfBatchError(RaNNCError):
     """The rows at hand cannot answer what the model asks for."""
 
@@ -85,14 +96,14 @@ class Answering:
     Attributes:
         part_of_batch: there are more rows than those of the arguments.
         before: answers to take where the same is asked again.
-        assumes: answers that no later call can check are taken all the same; otherwise they are errors.
+        assumes: which answers that others than the batch decide are taken; the rest are errors.
         as_untraced: the model is not told that it is traced, but for what data go into.
         full_masks: where masks that choose elements are asked whether they choose all.
     """
 
     part_of_batch: bool = False
     before: Sequence[Assumption] = ()
-    assumes: bool = True
+    assumes: Assumes = Assumes.ANYTHING
     as_untraced: bool = False
     full_masks: frozenset[Place] = frozenset()
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
-from .assumptions import FROM_ARGUMENTS, Answering, PythonState
+from .assumptions import FROM_ARGUMENTS, Answering, Assumes, PythonState
 from .dims import AffineReader, symbols_in
 from .leaf import OpaqueCall
 from .ops import has_effect
@@ -51,7 +51,7 @@ class LengthTrace:
         self, sample: Sample, free: Sequence[Collection[int]], outputs: Sequence[str | int] | None = None
     ) -> None:
         self._free = free
-        answers = Answering(assumes=False)
+        answers = Answering(assumes=Assumes.NOTHING)
         traced = trace(sample, (), answers, outputs, free)
         traced.gm.graph.eliminate_dead_code(is_impure_node=has_effect)
         placeholders = traced.gm.graph.find_nodes(op="placeholder")

@@ -19,6 +19,7 @@ from .contents import contents
 from .dims import AffineReader, Dim
 from .facts import FACTS, TensorFacts
 from .fixed import FixedTensors
+from .inner_backward import backward_called_at
 from .leaf import Apart, GradientHook, OpaqueCall
 from .operands import mutated_arguments
 from .ops import (
@@ -528,6 +529,12 @@ def _tensor_of(node: fx.Node, owner: fx.GraphModule) -> Tensor:
     if data is not None:  # a small tensor that the trace made itself
         tensor = data
     if not isinstance(tensor, Tensor) or tensor.is_meta or isinstance(tensor, FakeTensor):
+        called_at = backward_called_at(node)
+        if called_at is not None:
+            raise CaptureError(
+                f"{place_of(node)} differentiates inside of the forward (at {called_at}), which cannot be captured "
+                "here; compute this derivative with operators in the forward, or train this model without RaNNC"
+            )
         raise CaptureError(
             f"{place_of(node)} uses a tensor attribute that has no data; make it a buffer or a parameter"
         )

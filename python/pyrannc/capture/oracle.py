@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
-from .assumptions import Assumption, HeldBuffer, PartOfBatchError
+from .assumptions import Assumes, Assumption, HeldBuffer, PartOfBatchError
 from .autocast import no_autocast
 from .chance import torch_draws, trial_draws
 from .dims import symbols_in
@@ -79,7 +79,8 @@ class Oracle:
         device: that slices run on.
         batch: what questions are about.
         answered: answers to take where the same is asked again, instead of those of the batch.
-        assumes: answers that no later call can check are taken all the same.
+        assumes: which answers that others than the batch decide are taken.
+        guesses: where there are no data, as on the meta device, the usual answer is taken.
         part_of_batch: there are more rows than those of the batch.
         apart: what runs in it is not what is captured, nor is it noted.
 
@@ -95,7 +96,8 @@ class Oracle:
         batch: Batch,
         answered: Sequence[Assumption] = (),
         *,
-        assumes: bool = True,
+        assumes: Assumes = Assumes.ANYTHING,
+        guesses: bool = True,
         part_of_batch: bool = False,
         apart: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -110,6 +112,7 @@ class Oracle:
         self._batch = batch
         self._answered = list(answered)
         self._assumes = assumes
+        self._guesses = guesses
         self._in_operator = False
         self._graph: fx.Graph | None = None
         self._batch_size: sympy.Symbol | None = None
@@ -282,12 +285,19 @@ class Oracle:
             # Other data give another number of steps of a loop, say: no answer of this batch would do for them.
             cause = f"it decides by how many elements of a tensor meet a condition ({expr}), as a loop over them does"
             raise UntraceableError(f"{here}: {cause}", here, cause)
-        if again is None and not (assumed or self._assumes or self._by_chance(origins)):
-            cause = f"it decides by what it computes ({expr})"
-            raise UntraceableError(f"{here}: {cause}", here, cause, may_assume=True)
         if again is None:
             own = self._inputs, self._asked.run_node, self._device, self._buffers
             again = question(expr, answer, slices, *own)
+            needed = Assumes.ANYTHING if again is None else Assumes.OF_BUFFERS
+            may_take = self._by_chance(origins) or (assumed and self._guesses)
+            if not may_take and self._assumes < needed:
+                cause = f"it decides by what it computes ({expr})"
+                raise UntraceableError(f"{here}: {cause}", here, cause, may_assume=needed)
+            if not may_take and assumed and again is None:
+                raise CaptureError(
+                    f"{here} decides by what it computes ({expr}), and this rank lacks parameters to find out how; "
+                    "call undeploy() before this kind of call, or make it the first one"
+                )
         self.assumptions.append(Assumption(str(expr), str(answer), here, assumed, again, answer))
         return answer
 

@@ -31,6 +31,7 @@ from .flex import flex_attention_as_op
 from .grad_mode import GradMode
 from .handed_back import Put, as_given
 from .hooks import refuse_hooks, watched_hooks
+from .inner_backward import inner_backwards_noted
 from .inner_graph import refuse_lost
 from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import Lacking, without_guard
@@ -215,7 +216,13 @@ class Session:
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
         batch = Batch(self.inputs, per_row, rows)
         own = self.tracker, sample_device, batch, answers.before
-        self.oracle = Oracle(*own, assumes=answers.assumes, part_of_batch=answers.part_of_batch, apart=self.apart)
+        self.oracle = Oracle(
+            *own,
+            assumes=answers.assumes,
+            guesses=not any(isinstance(item, Lacking) for item in (*model.parameters(), *model.buffers())),
+            part_of_batch=answers.part_of_batch,
+            apart=self.apart,
+        )
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
@@ -308,6 +315,7 @@ class Session:
             stack.enter_context(lengths_as_sizes())
             stack.enter_context(texts_noted(self.shape_env.note_text))
             stack.enter_context(opaque_autograd_functions())
+            stack.enter_context(inner_backwards_noted())
             stack.enter_context(opaque_script_functions(*own))
             stack.enter_context(control_flow_as_ops(self.tracker))
             stack.enter_context(flex_attention_as_op(self.tracker))

@@ -12,11 +12,12 @@ from torch import nn
 
 from pyrannc.errors import CaptureError
 
+from .assumptions import Assumes
 from .source import Part, Place
 
 _MOST_TRIES = 16
 _LARGE = 0.5
-"""Share of the parameters above which a question about what the model computes is no reason to keep it whole."""
+"""Share of the parameters above which a question that later calls can ask again is no reason to keep them whole."""
 _WORTH = 0.1
 """Share of the parameters from which on a sub-module is worth what is computed twice around it."""
 _MOST_AROUND = 3
@@ -31,7 +32,7 @@ class UntraceableError(CaptureError):
         place: where.
         cause: what, without advice.
         needs_rows: it asks for the number of rows of the batch as a Python number.
-        may_assume: an answer of this batch would do, if every later one gave the same.
+        may_assume: whether an answer of this batch would do, if every later one gave the same, and who can ask that.
         part: what was to stay whole, and cannot.
         raised: the model's own code, or what it calls, has raised an error.
         functions: of the user that were running there, the innermost first, up to the forward of the sub-module.
@@ -44,7 +45,7 @@ class UntraceableError(CaptureError):
         cause: str = "",
         *,
         needs_rows: bool = False,
-        may_assume: bool = False,
+        may_assume: Assumes = Assumes.NOTHING,
         part: Part | None = None,
         raised: bool = False,
     ) -> None:
@@ -81,14 +82,14 @@ class WholeModules:
         named: paths that the user gives.
         found: what was found, in order.
         allow_uncut: the whole model may be one of them.
-        assumes: answers that no later call can check are taken, as what would stay whole instead is too much.
+        assumes: which answers are taken, as what would stay whole instead is too much, or nothing can.
         as_untraced: the model is not told that it is traced, as it fails where it knows.
     """
 
     named: Sequence[str] = ()
     found: list[KeptWhole] = field(default_factory=list)
     allow_uncut: bool = False
-    assumes: bool = False
+    assumes: Assumes = Assumes.NOTHING
     as_untraced: bool = False
     _wider: dict[str, list[Part]] = field(default_factory=dict)
 
@@ -124,8 +125,9 @@ class WholeModules:
 
     def _add(self, model: nn.Module, error: UntraceableError, first: UntraceableError) -> None:
         wider = self._parts_round(model, error)
-        if error.may_assume and (not wider or _share(model, _alike(model, wider[0])) > _LARGE):
-            self.assumes = True
+        can_ask = error.may_assume is Assumes.OF_BUFFERS
+        if error.may_assume and (not wider or (can_ask and _share(model, _alike(model, wider[0])) > _LARGE)):
+            self.assumes = error.may_assume
             return
         if not wider:
             tried = "" if first is error else f"\nLast tried: {error}"

@@ -7,9 +7,11 @@ optimizer by hand, is done by the ranks that hold the parameter, and is nothing 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -55,6 +57,22 @@ class Home:
     def refuse(self, asked: str) -> NoReturn:
         """Raises what a script gets that reads contents."""
         raise RaNNCError(f"{self}, so {asked} cannot read it here. {self._instead}")
+
+    def refuse_call(self, name: str, *, writes: bool) -> NoReturn:
+        """Raises what a script gets for a function of torch that would need contents.
+
+        Args:
+            name: as :func:`function_name` tells it.
+            writes: to nothing else but this tensor.
+        """
+        asked = _initialiser() or _title(name)
+        if self.is_of_gradient or not (writes or asked.startswith("nn.init.")):
+            self.refuse(asked)
+        kept = "; RANNC_ENABLE_ZERO=2 keeps parameters whole" if self.spread else ""
+        raise RaNNCError(
+            f"{self}, so {asked} cannot write it here. Use model.load_state_dict(state), which all ranks call, with a "
+            f"state that has the new contents, or write them before the model is called first{kept}"
+        )
 
     @property
     def is_of_gradient(self) -> bool:
@@ -256,7 +274,7 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _changed(first, args[0])
     if name in _EACH_BY_ITSELF and "device" not in kwargs and len(guarded) == len(tensors):
         return _computed(func, args, kwargs, home)
-    home.refuse(_title(name))
+    home.refuse_call(name, writes=is_write(name) and len(guarded) == 1)
 
 
 def note_dropped(args: Sequence[Any]) -> None:
@@ -325,7 +343,26 @@ def function_name(func: Any) -> str:
     return name if access is None else f"{func.__self__.__name__}.{access}"
 
 
+def is_write(name: str) -> bool:
+    """True for what changes its first argument in place, or assigns to it."""
+    by_name = name.endswith("_") and not name.endswith("__") and not name.startswith("_fused_")
+    return by_name or name in _IN_PLACE or name == "data.set"
+
+
+def _initialiser() -> str | None:
+    """The function of ``torch.nn.init`` that runs, as a script calls it."""
+    frame: FrameType | None = sys._getframe(1)
+    found = None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == nn.init.__name__ and not frame.f_code.co_name.startswith("_"):
+            found = f"nn.init.{frame.f_code.co_name}()"
+        frame = frame.f_back
+    return found
+
+
 def _title(name: str) -> str:
+    if name.endswith(".set"):
+        return f"an assignment to {name.removesuffix('.set')}"
     return name.removesuffix(".get") if "." in name else f"{name}()"
 
 

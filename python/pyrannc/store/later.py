@@ -9,7 +9,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pyrannc.job import agree
+from pyrannc.capture.torch_internals.gradients import graph_task
+from pyrannc.errors import RaNNCError
+from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.own_listed import hide_last
@@ -40,11 +42,25 @@ class LaterOptimizers:
             return
         self._seen.add(optimizer)
         if any(id(param) in self._params for group in optimizer.param_groups for param in group["params"]):
+            self._refuse_inside_backward(optimizer)
             found = UserOptimizer.of(optimizer)
             with collective("optimizer.step()"):
                 found.narrow(self._store)
             # The optimizer keeps it alive.
             self._narrowed.append(weakref.ref(found))
+
+    def _refuse_inside_backward(self, optimizer: Optimizer) -> None:
+        """Raises where only some ranks come to a step: a hook runs where its parameter is."""
+        if graph_task() < 0:
+            return
+        listed = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for name, param in self._store.used.items():
+            if id(param) in listed and len(self._store.holders[name]) < process.get_world_size():
+                raise RaNNCError(
+                    f'optimizer.step() was called inside of a backward, as by a hook, for parameter "{name}", which '
+                    "is not on all ranks, so not all ranks come to it: call it after loss.backward(), or give every "
+                    "rank all parameters with a plan of one Stage (RANNC_PARTITION_NUM=1)"
+                )
 
     def widen(self) -> None:
         """Gives them their parameters back, with the state of all ranks. All ranks call it."""

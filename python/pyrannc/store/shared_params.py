@@ -1,17 +1,59 @@
-"""Finds parameters of a deployed model in an optimizer that was not given to it."""
+"""Finds parameters of a deployed model in another one, or in an optimizer that was not given to it."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyrannc.errors import RaNNCError
+from pyrannc.job import agree
+from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.store import ParamStore
 
 _deployed: list[tuple[weakref.ref[ParamStore], weakref.ref[UserOptimizer] | None]] = []
+
+
+def refuse_deployed(model: nn.Module, optimizer: UserOptimizer | None) -> None:
+    """All ranks call it, before a model is deployed.
+
+    Raises:
+        RaNNCError: another RaNNCModule has the model, or spreads parameters or buffers of it; the same on all ranks.
+    """
+    reasons: list[str | None] = agree.gather_objects(_why_not(model, optimizer))
+    why = next((reason for reason in reasons if reason is not None), None)
+    if why is not None:
+        raise RaNNCError(why)
+
+
+def _why_not(model: nn.Module, optimizer: UserOptimizer | None) -> str | None:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    away = next((name for name, tensor in tensors.items() if is_elsewhere(tensor)), None)
+    own = set(map(id, model.parameters()))
+    known = [(set(map(id, store.params.values())), other) for store, other in _known()]
+    sharing = [(params, other) for params, other in known if not own.isdisjoint(params)]
+    # Of an earlier RaNNCModule that is gone, only what it has spread is left.
+    again = away is not None and (not sharing or any(params == own for params, _ in sharing))
+    if again or any(params == own and _clash(own, other, params, optimizer) for params, other in sharing):
+        return (
+            "this model is still deployed by an earlier RaNNCModule: call undeploy() of that one, on all ranks, before "
+            "the model is wrapped again"
+        )
+    if away is None:
+        return None
+    kind = "parameter" if isinstance(tensors[away], nn.Parameter) else "buffer"
+    return (
+        f'{kind} "{away}" is spread over the ranks by another RaNNCModule already: wrap one module that holds both '
+        "models, and call that"
+    )
+
+
+def _known() -> list[tuple[ParamStore, UserOptimizer | None]]:
+    """Deployed models, each with its optimizer."""
+    found = [(known(), None if own is None else own()) for known, own in _deployed]
+    return [(store, other) for store, other in found if store is not None]
 
 
 def note_deployed(store: ParamStore, optimizer: UserOptimizer | None) -> None:
@@ -20,10 +62,13 @@ def note_deployed(store: ParamStore, optimizer: UserOptimizer | None) -> None:
     Raises:
         RaNNCError: the optimizer of another deployed model lists parameters of this one, or the other way round.
     """
-    for known, other in [(known(), None if own is None else own()) for known, own in _deployed]:
-        if known is not None and other is not optimizer:
-            _refuse(store.params.values(), [] if other is None else other.everywhere())
-            _refuse(known.params.values(), [] if optimizer is None else optimizer.all())
+    params = set(map(id, store.params.values()))
+    for known, other in _known():
+        if _clash(params, other, set(map(id, known.params.values())), optimizer):
+            raise RaNNCError(
+                "an optimizer that was given to one RaNNCModule lists parameters of another one, which some ranks do "
+                "not hold; give it to both: RaNNCModule(first, optimizer) and RaNNCModule(second, optimizer)"
+            )
     _deployed.append((weakref.ref(store), None if optimizer is None else weakref.ref(optimizer)))
 
 
@@ -32,10 +77,19 @@ def note_taken_back(store: ParamStore) -> None:
     _deployed[:] = [(known, own) for known, own in _deployed if known() not in (None, store)]
 
 
-def _refuse(params: Iterable[Tensor], listed: Iterable[Tensor]) -> None:
-    ids = set(map(id, params))
-    if any(id(param) in ids for param in listed):
-        raise RaNNCError(
-            "an optimizer that was given to one RaNNCModule lists parameters of another one, which some ranks do not "
-            "hold; give it to both: RaNNCModule(first, optimizer) and RaNNCModule(second, optimizer)"
-        )
+def _clash(params: set[int], other: UserOptimizer | None, known: set[int], optimizer: UserOptimizer | None) -> bool:
+    """True where the optimizer of one of two models lists parameters of the other one, which has another optimizer.
+
+    Args:
+        params: ``id`` of those of a model that is going to be deployed with ``optimizer``.
+        other: optimizer of a deployed model.
+        known: ``id`` of its parameters.
+    """
+    if other is optimizer:
+        return False
+    listed = [] if other is None else other.everywhere()
+    return _meet(params, listed) or _meet(known, [] if optimizer is None else optimizer.all())
+
+
+def _meet(params: set[int], listed: Iterable[Tensor]) -> bool:
+    return any(id(param) in params for param in listed)

@@ -25,6 +25,7 @@ from pyrannc.store.elsewhere import (
     guard,
     ids_of_params,
     is_elsewhere,
+    is_write,
     made_elsewhere,
     named,
     note_dropped,
@@ -138,7 +139,8 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
         with DisableTorchFunctionSubclass():
             return _made(first, first.home, func(first.piece, *args[1:], **kwargs), first.start)
     if name not in _IN_PLACE:
-        first.home.refuse(f"{name.removesuffix('.set')}()")
+        is_target = not args or args[0] is first
+        first.home.refuse_call(name, writes=is_write(name) and is_target and _has_no_other(first, leaves))
     note_made_finite(name, args[0])
     if not isinstance(args[0], (list, tuple)):
         _change(func, name, args, kwargs)
@@ -146,6 +148,11 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
         for place in range(len(args[0])):
             _change(func, name, [_at(place, arg) for arg in args], kwargs)
     return args[0]
+
+
+def _has_no_other(target: Spread, leaves: Sequence[Any]) -> bool:
+    """True where a call gets no contents of other ranks' but those of its target."""
+    return not any(isinstance(leaf, Guarded) and leaf is not target for leaf in leaves)
 
 
 def _at(place: int, arg: Any) -> Any:
@@ -160,11 +167,11 @@ def _change(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: di
     if not isinstance(target, Spread):
         wrong = next((leaf for leaf in (target, *leaves) if isinstance(leaf, Guarded)), None)
         if wrong is not None:
-            wrong.home.refuse(f"{name}()")
+            wrong.home.refuse_call(name, writes=False)
         func(*args, **kwargs)
         return
     if not all(_can_be_taken(leaf, target) for leaf in leaves):
-        target.home.refuse(f"{name}()")
+        target.home.refuse_call(name, writes=_has_no_other(target, leaves))
     assert isinstance(target, Tensor)
     if torch.is_grad_enabled() and target.requires_grad:
         # torch refuses a change in place of what requires gradients, and says why.

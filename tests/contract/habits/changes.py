@@ -14,10 +14,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+import pyrannc
 from tests.contract.habit import alike, equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import REPLICAS, SPREAD, STAGES
-from tests.contract.training import WIDTH, Chain, Returns, learn_around, pairs, regression
+from tests.contract.training import WIDTH, Chain, Returns, learn, learn_around, pairs, regression
 
 # Parameters
 
@@ -201,6 +202,29 @@ def activation_replaced(job: Job) -> None:
 
     net = Net()
     learn_around(job, Returns(net, F.mse_loss), lambda model: setattr(net, "act", nn.Sigmoid()))
+
+
+@refused("InputError", "undeploy", instead="`undeploy()` before it is replaced")
+def layer_replaced(job: Job) -> None:
+    """A module with parameters is replaced after the first call (a new head)."""
+    net = regression()
+    learn_around(job, net, lambda model: setattr(net.net, "head", nn.Linear(WIDTH, WIDTH)))
+
+
+@equal()
+def layer_replaced_in_between(job: Job) -> None:
+    """The same after `undeploy()`, with a new optimizer of all parameters."""
+    net = regression()
+    model = job.wrap(net, (optimizer := SGD(net.parameters(), lr=0.1)))
+    learn(job, model, optimizer)
+    if isinstance(model, pyrannc.RaNNCModule):
+        model.undeploy()
+    torch.manual_seed(7)
+    net.net.head = nn.Linear(WIDTH, WIDTH)
+    model = job.wrap(net, (optimizer := SGD(net.parameters(), lr=0.1)))
+    for step in range(1, 4):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
 
 
 @refused(

@@ -14,11 +14,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.optim import SGD
 
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import ONCE, STAGES, TOGETHER, Setting
-from tests.contract.training import CLASSES, WIDTH, Chain, OnPositive, Returns, TokenChain, classes, fit, padded, pairs
+from tests.contract.training import (
+    CLASSES,
+    WIDTH,
+    Chain,
+    OnPositive,
+    Returns,
+    TokenChain,
+    classes,
+    fit,
+    learn,
+    padded,
+    pairs,
+)
 
 _KEPT = r"stays in one piece"
 _ONE_STAGE = (Setting((5, 3), 1, 1), Setting((3, 0, 5), 1, 1))
@@ -144,6 +157,42 @@ def expert_that_no_row_chooses(job: Job) -> None:
     net = Chain(5)
     net.layers[1] = _RoutedModules()
     fit(job, Returns(net, F.mse_loss), pairs)
+
+
+class _LargeExperts(_RoutedModules):
+    """The same with most of the model's parameters, and a question to each expert whether some row has chosen it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = 8 * WIDTH
+        self.linears = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        made = torch.zeros_like(x)
+        for expert in range(len(self.linears)):
+            (rows,) = torch.where(chosen == expert)
+            if rows.numel() == 0:
+                continue
+            made.index_add_(0, rows, self.expert(expert, x[rows]) * weights[rows, None])
+        return x + made
+
+
+@warned(_KEPT, settings=ONCE, instead="")
+def large_experts_in_evaluation(job: Job) -> None:
+    """Experts with most of the parameters, each asked whether some row has chosen it; evaluation comes in between."""
+    net = Returns(_Late(_LargeExperts()), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(3):
+        learn(job, model, optimizer, step=step)
+        model.eval()
+        with torch.no_grad():
+            job.same("evaluated", model(*job.batch(pairs, 10 + step)))
+        model.train()
+    job.state(model)
 
 
 class _InNumpy(nn.Module):

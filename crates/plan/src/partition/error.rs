@@ -107,7 +107,7 @@ pub enum PartitionError {
         operands: u32,
     },
     /// No Stage holds all that an output without main Ops is made of.
-    #[error("no stage holds all parameters that output value {value} is made of")]
+    #[error("no stage holds all parameters and buffers that output value {value} is made of")]
     NoStageForOutput {
         /// The output.
         value: ValueId,

@@ -12,9 +12,9 @@ use super::parts::Partition;
 impl Partition {
     /// Divides `other`, a second Graph of the same model (in evaluation mode, of another shape), like
     /// this partition divides `own`: an Op runs in the first Stage that is not before those of its
-    /// operands and that holds the parameters, and the buffers that `own` changes, that it reads. Ops
-    /// that must stay together, and Ops that share a Value that cannot be sent, go to one Stage. A Stage
-    /// may be left without Ops.
+    /// operands and that holds the parameters and buffers that it and the batch-free Ops before it
+    /// read; buffers that `own` does not use are everywhere. Ops that must stay together, and Ops that
+    /// share a Value that cannot be sent, go to one Stage. A Stage may be left without Ops.
     ///
     /// # Errors
     /// When no Stage holds what an Op reads, or the Stage that does is before those of its operands; when
@@ -32,7 +32,7 @@ impl Partition {
     }
 }
 
-/// The Stages that hold each parameter, and each buffer that the forward changes, by name.
+/// The Stages that hold each parameter and buffer, by name.
 struct Holders {
     params: HashMap<String, Vec<u32>>,
     buffers: HashMap<String, Vec<u32>>,
@@ -48,7 +48,7 @@ impl Holders {
                     holders.params.entry(name.clone()).or_default().push(stage);
                 }
             }
-            for &id in &part.mutated_buffers {
+            for &id in &part.buffers {
                 let buffer = graph.buffers.get(id).ok_or_else(|| PartitionError::OtherGraph(id.to_string()))?;
                 for name in names(&buffer.name, &buffer.aliases) {
                     holders.buffers.entry(name.clone()).or_default().push(stage);

@@ -80,6 +80,9 @@ TRACK_TENSOR_TREE = PatchPoint(proxy_tensor, "track_tensor_tree")
 PROXY_CALL = PatchPoint(proxy_tensor, "proxy_call")
 """Operators that fake tensors run wrongly are taken over. Public: custom rules for fake tensors, for own operators."""
 
+RUN_BACKWARD = PatchPoint(torch.autograd, "_engine_run_backward")
+"""A forward that differentiates inside is told so. Public: ``torch.autograd.grad``, which is not all that does."""
+
 IS_GRAD_ENABLED = PatchPoint(torch, "is_grad_enabled")
 """A trace records gradients also for calls that do not. Public: none."""
 
