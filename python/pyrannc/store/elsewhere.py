@@ -345,7 +345,7 @@ def function_name(func: Any) -> str:
 
 def is_write(name: str) -> bool:
     """True for what changes its first argument in place, or assigns to it."""
-    by_name = name.endswith("_") and not name.endswith("__") and not name.startswith("_fused_")
+    by_name = name.endswith("_") and not name.endswith("__") and not name.startswith(("_fused_", "share_", "resize_"))
     return by_name or name in _IN_PLACE or name == "data.set"
 
 

@@ -40,9 +40,11 @@ class LaterOptimizers:
         """Narrows an optimizer that is about to step, if it has parameters of the model."""
         if optimizer in self._seen:
             return
-        self._seen.add(optimizer)
-        if any(id(param) in self._params for group in optimizer.param_groups for param in group["params"]):
+        lists_own = any(id(param) in self._params for group in optimizer.param_groups for param in group["params"])
+        if lists_own:
             self._refuse_inside_backward(optimizer)
+        self._seen.add(optimizer)
+        if lists_own:
             found = UserOptimizer.of(optimizer)
             with collective("optimizer.step()"):
                 found.narrow(self._store)
@@ -58,8 +60,8 @@ class LaterOptimizers:
             if id(param) in listed and len(self._store.holders[name]) < process.get_world_size():
                 raise RaNNCError(
                     f'optimizer.step() was called inside of a backward, as by a hook, for parameter "{name}", which '
-                    "is not on all ranks, so not all ranks come to it: call it after loss.backward(), or give every "
-                    "rank all parameters with a plan of one Stage (RANNC_PARTITION_NUM=1)"
+                    "is not on all ranks, so not all of them may come to it: call it after loss.backward(), or give "
+                    "every rank all parameters with a plan of one Stage (RANNC_PARTITION_NUM=1)"
                 )
 
     def widen(self) -> None:

@@ -34,8 +34,12 @@ def _why_not(model: nn.Module, optimizer: UserOptimizer | None) -> str | None:
     own = set(map(id, model.parameters()))
     known = [(set(map(id, store.params.values())), other) for store, other in _known()]
     sharing = [(params, other) for params, other in known if not own.isdisjoint(params)]
-    # Of an earlier RaNNCModule that is gone, only what it has spread is left.
-    again = away is not None and (not sharing or any(params == own for params, _ in sharing))
+    again = away is not None and any(params == own for params, _ in sharing)
+    if away is not None and not sharing:
+        return (
+            "this model is still spread over the ranks by a RaNNCModule that is gone: call undeploy() of it, on all "
+            "ranks, while there is one, or build the model anew"
+        )
     if again or any(params == own and _clash(own, other, params, optimizer) for params, other in sharing):
         return (
             "this model is still deployed by an earlier RaNNCModule: call undeploy() of that one, on all ranks, before "

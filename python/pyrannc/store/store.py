@@ -115,6 +115,13 @@ class ParamStore:
         """Buffers that this rank holds, by first name, in the model's order."""
         return self._local(self.buffers)
 
+    def buffer_to_compute_with(self, name: str) -> Tensor:
+        """A buffer on this rank's device; one that the first call did not use has stayed where the model was."""
+        buffer = self.buffers[name]
+        if buffer.device != self._device:
+            buffer.data = buffer.data.to(self._device)
+        return buffer
+
     def _local(self, tensors: dict[str, Held]) -> dict[str, Held]:
         rank = process.get_rank()
         return {name: tensor for name, tensor in tensors.items() if rank in self.holders.get(name, ())}
@@ -276,6 +283,8 @@ class ParamStore:
             tensor.grad = None
             if name in self.holders:
                 bring_here(tensor, self.full(name, tensor))
+            else:
+                tensor.data = tensor.data.cpu()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their global L2 norm is at most ``max_norm``.

@@ -211,6 +211,14 @@ def layer_replaced(job: Job) -> None:
     learn_around(job, net, lambda model: setattr(net.net, "head", nn.Linear(WIDTH, WIDTH)))
 
 
+@refused("InputError", "undeploy", instead="`undeploy()` before it is replaced")
+def tied_layer_replaced(job: Job) -> None:
+    """The same of one of two modules that share a weight."""
+    net = regression()
+    net.net.head.weight = net.net.layers[0].weight
+    learn_around(job, net, lambda model: setattr(net.net, "head", nn.Linear(WIDTH, WIDTH)))
+
+
 @equal()
 def layer_replaced_in_between(job: Job) -> None:
     """The same after `undeploy()`, with a new optimizer of all parameters."""
