@@ -30,6 +30,7 @@ class Graphs:
         is_full: nothing but graphs has memory left.
         held_bytes: by tensors, now.
         most_bytes: likewise, the most until now.
+        blocks: with what block each recording was to begin.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class Graphs:
         self.held_bytes = self.most_bytes = 100
         self.used: Counter[int] = Counter()
         self.failing = 0
+        self.blocks: list[int] = []
 
     def begin(self, pool: int) -> None:
         self.stream = "of recordings"
@@ -58,8 +60,11 @@ class FakeRecording:
     graphs: Graphs
     output_bytes = 3
 
-    def __init__(self, task: Any, inputs: Any, inside: Any, current: Any, seen: Any, pool: int) -> None:
+    def __init__(
+        self, task: Any, inputs: Any, inside: Any, current: Any, seen: Any, pool: int, block_bytes: int
+    ) -> None:
         del inputs, inside, seen
+        self.graphs.blocks.append(block_bytes)
         self.task, self.current, self.pool = task, current, pool
         self.graphs.begin(pool)
         self.found = list(task.context.addresses)
@@ -83,10 +88,11 @@ class FakeRecording:
 
 
 class Watched:
-    """A run in which nothing waits."""
+    """A run in which nothing waits, and that grows by as much."""
 
     def __init__(self, known: Any, *_: Any) -> None:
         known.watched = True
+        known.seen.growth_bytes = 40
 
 
 class Replay:
@@ -161,8 +167,8 @@ def test_a_run_is_not_replayed_where_its_outputs_have_no_memory_beside_the_graph
     stage = Stage()
     assert [stage.step() for _ in range(2)] == [Watched, Replay]
     graphs.is_full = True
-    assert [stage.step() for _ in range(2)] == [type(None)] * 2
-    assert list(graphs.used.values()) == [0]
+    assert [stage.step() for _ in range(3)] == [type(None)] * 3
+    assert list(graphs.used.values()) == [0, 0]
     assert "there is no memory" in str(stage.recordings)
 
 
@@ -230,6 +236,7 @@ def test_what_failed_once_is_recorded_the_next_time(graphs: Graphs) -> None:
     assert [stage.step() for _ in range(2)] == [Watched, type(None)]
     assert graphs.stream == "own"
     assert [stage.step() for _ in range(2)] == [Replay, Replay]
+    assert graphs.blocks == [0, 40]
 
 
 def test_what_fails_twice_is_given_up(graphs: Graphs) -> None:
