@@ -206,7 +206,7 @@ class BatchArguments:
         if found is None:
             return None
         if call.key in self._unproven:
-            return self._narrowed(call, found)
+            return _narrowed(call, found)
         places = [place for place, count in enumerate(found) if count]
         extents = [int(call.tensors[place].shape[0]) for place in places]
         # With a batch that has no rows they are what they were.
@@ -216,14 +216,7 @@ class BatchArguments:
         """What has been taken for granted of such calls, to be proven if batches are cut from now on."""
         if call.key not in self._unproven:
             return None
-        return self._doubt(call, self._narrowed(call, self._found[call.key]), [False] * len(call.tensors), device)
-
-    @staticmethod
-    def _narrowed(call: Arguments, found: PerRow) -> PerRow:
-        """Without what has another extent than the first of them, the batch."""
-        extents = _extents(call)
-        rows = next(extent for extent, count in zip(extents, found, strict=True) if count)
-        return tuple(count if extent == rows else 0 for extent, count in zip(extents, found, strict=True))
+        return self._doubt(call, _narrowed(call, self._found[call.key]), [False] * len(call.tensors), device)
 
     def _as_named(self, call: Arguments, named: BatchNames) -> tuple[bool, ...]:
         marked: list[bool] = []
@@ -379,6 +372,13 @@ def _alike(extents: _Extents, counts: dict[int, int]) -> PerRow:
     """Adds the tensors that have as many elements as one of these on each rank."""
     by_extents = {tuple(of_rank[place] for of_rank in extents): count for place, count in counts.items()}
     return tuple(by_extents.get(own, 0) for own in zip(*extents, strict=True))
+
+
+def _narrowed(call: Arguments, found: PerRow) -> PerRow:
+    """Without what has another extent than the first of them, the batch."""
+    extents = _extents(call)
+    rows = next(extent for extent, count in zip(extents, found, strict=True) if count)
+    return tuple(count if extent == rows else 0 for extent, count in zip(extents, found, strict=True))
 
 
 def _as_tuple(counts: dict[int, int], length: int) -> PerRow:

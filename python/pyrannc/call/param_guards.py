@@ -48,11 +48,11 @@ class ParamGuards:
         self._spread = spread
         self._model = model
         self._names, self._params = _under_all_names(params, model.named_parameters(remove_duplicate=False))
-        self._keys = [name.rpartition(".")[2] for name in self._names]
+        self._keys = list(map(_last, self._names))
         self._pointers = list(map(Tensor.data_ptr, self._leaves))
         self._own_flags = list(map(_requires_grad, self._params))
         self._buffer_names, self._buffers = _under_all_names(buffers, model.named_buffers(remove_duplicate=False))
-        self._buffer_keys = [name.rpartition(".")[2] for name in self._buffer_names]
+        self._buffer_keys = list(map(_last, self._buffer_names))
         self._find_homes()
 
     def _find_homes(self) -> None:
@@ -67,7 +67,7 @@ class ParamGuards:
         self._buffer_homes = [own_buffers(homes[_owner(name)]) for name in self._buffer_names]
         ways = dict.fromkeys(path for owner in homes for path in _way_to(owner))
         self._families = [own_modules(self._model.get_submodule(_owner(path))) for path in ways]
-        self._children = [path.rpartition(".")[2] for path in ways]
+        self._children = list(map(_last, ways))
         self._on_way = list(map(getitem, self._families, self._children))
 
     def check(self) -> bool:
@@ -108,12 +108,10 @@ class ParamGuards:
             self._pointers[place] = param.data_ptr()
 
     def _replaced(self) -> str:
-        params = zip(self._names, self._homes, self._keys, self._params, strict=True)
-        buffers = zip(self._buffer_names, self._buffer_homes, self._buffer_keys, self._buffers, strict=True)
-        gone = [name for name, home, key, tensor in params if home.get(key) is not tensor]
-        gone += [name for name, home, key, tensor in buffers if home.get(key) is not tensor]
-        # Where a sub-module is gone, so is what it has.
-        gone += [name for name in (*self._names, *self._buffer_names) if not _has(self._model, _owner(name))]
+        now: dict[str, Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
+        now |= self._model.named_buffers(remove_duplicate=False)
+        known = zip((*self._names, *self._buffer_names), (*self._params, *self._buffers), strict=True)
+        gone = [name for name, tensor in known if now.get(name) is not tensor]
         return (
             f'"{gone[0]}" of the model is another object than at deployment; change it in place (with torch.no_grad(): '
             "param.copy_(...)), or call undeploy() before it or its sub-module is replaced"
@@ -152,18 +150,15 @@ def _owner(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+def _last(path: str) -> str:
+    """What it is called there."""
+    return path.rpartition(".")[2]
+
+
 def _way_to(path: str) -> list[str]:
     """The paths of the sub-modules from the model's own to this one."""
     names = path.split(".") if path else []
     return [".".join(names[:count]) for count in range(1, len(names) + 1)]
-
-
-def _has(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def _form(tensor: Any) -> str:

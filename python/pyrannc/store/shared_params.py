@@ -34,13 +34,12 @@ def _why_not(model: nn.Module, optimizer: UserOptimizer | None) -> str | None:
     own = set(map(id, model.parameters()))
     known = [(set(map(id, store.params.values())), other) for store, other in _known()]
     sharing = [(params, other) for params, other in known if not own.isdisjoint(params)]
-    again = away is not None and any(params == own for params, _ in sharing)
     if away is not None and not sharing:
         return (
-            "this model is still spread over the ranks by a RaNNCModule that is gone: call undeploy() of it, on all "
-            "ranks, while there is one, or build the model anew"
+            "this model is still spread over the ranks by a RaNNCModule that is gone: build the model anew, and call "
+            "undeploy() of a RaNNCModule, on all ranks, before it is dropped"
         )
-    if again or any(params == own and _clash(own, other, params, optimizer) for params, other in sharing):
+    if any(params == own and (away or _clash(own, other, params, optimizer)) for params, other in sharing):
         return (
             "this model is still deployed by an earlier RaNNCModule: call undeploy() of that one, on all ranks, before "
             "the model is wrapped again"
