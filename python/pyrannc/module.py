@@ -19,6 +19,7 @@ from pyrannc.call.row_lists import RowLists
 from pyrannc.call.shared_inputs import refuse_shared
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.telling import (
+    no_gradients_of,
     no_plan_for_both,
     tell_of_groups,
     tell_of_mixing,
@@ -232,6 +233,8 @@ class RaNNCModule(DeployedModel):
         program = variant.program(
             deployment.plan, deployment.buckets, call.batch.per_rank, self._gather_inputs, _call(variant)
         )
+        if variant.of_tail and program.call != "forward":
+            raise PlanError(no_gradients_of(variant.of_tail))
         deployment.sync_buffers(variant, program)
         if self._config.verify_partitioning and not self._proven and program.call != "forward":
             self._prove(deployment, variant, program, call)
@@ -294,12 +297,15 @@ class RaNNCModule(DeployedModel):
     ) -> Callable[[Sequence[Tensor | None]], None]:
         """What a backward begins with, given the gradients of the call's outputs; it also says how it will end."""
         answered, optimizer, store = _answered(call, variant), self._user_optimizer, deployment.store
+        drift = self._agreement.drift
         stages, share = deployment.stages, call.batch.own_count / call.batch.total
         spread = store.divided is not None and bool(store.divided.spread)
 
         def begin(grads: Sequence[Tensor | None]) -> None:
             answered()
             scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
+            if drift is not None and scale is not None:
+                drift.note_factor(scale)
             at_end_of_backward(lambda: finish_backward(store, optimizer, share, scale, stages=stages, spread=spread))
 
         return begin

@@ -46,6 +46,13 @@ def test_largest_of_each() -> None:
     assert found[1].isnan()
 
 
+def test_norm_of_each() -> None:
+    tensors = [torch.full((300,), 1.001, dtype=torch.bfloat16), torch.tensor([3.0, 4.0]), torch.ones(4).double()]
+    found = gradients.norm_of_each([*tensors, torch.tensor([3 + 4j]), torch.empty(0)])
+    assert [item.dtype for item in found[:3]] == [torch.float32, torch.float32, torch.float64]
+    assert [float(item) for item in found] == [float(tensors[0].float().norm()), 5.0, 2.0, 5.0, 0.0]
+
+
 def test_add_each() -> None:
     targets = [torch.ones(2), torch.zeros(3)]
     gradients.add_each(targets, [torch.ones(2), torch.full((3,), 2.0)])

@@ -64,7 +64,7 @@ proptest! {
     #[test]
     fn a_graph_follows_itself((graph, cuts) in divided()) {
         let partition = divide(&graph, &cuts);
-        let followed = partition.follow(&graph, &graph).expect("its own partition shows that there is one");
+        let followed = partition.follow(&graph, &graph, &[]).expect("its own partition shows that there is one");
         check(&graph, &followed);
         let params = |part: &StagePart| -> BTreeSet<ParamId> { part.params.iter().copied().collect() };
         let buffers = |part: &StagePart| -> BTreeSet<BufferId> { part.buffers.iter().copied().collect() };
@@ -213,7 +213,7 @@ fn what_is_final_may_be_sent_although_it_was_changed_in_place() {
     assert_eq!(rannc_ir::allowed_cuts(&graph), [true, false, false, true, false, false, true]);
     let partition = divide(&graph, &[0, 3, 6]);
     check(&graph, &partition);
-    check(&graph, &partition.follow(&graph, &graph).expect("it follows itself"));
+    check(&graph, &partition.follow(&graph, &graph, &[]).expect("it follows itself"));
 }
 
 /// A table of positions that is filled in place, as in T5: each stage fills its own.
@@ -232,7 +232,7 @@ fn scratch_tensors_are_cloned_with_all_that_fills_them() {
     check(&graph, &partition);
     assert_eq!(partition.stages.iter().map(|part| part.ops.len()).collect::<Vec<_>>(), [3, 3]);
     assert_eq!(partition.tied[0].stages, [0, 1]);
-    check(&graph, &partition.follow(&graph, &graph).expect("it follows itself"));
+    check(&graph, &partition.follow(&graph, &graph, &[]).expect("it follows itself"));
 }
 
 #[test]
@@ -283,7 +283,7 @@ fn evaluation_follows_training_to_parameters_and_statistics() {
     // The first stage ends between the linear layer and the norm of `b`.
     let partition = divide(&training, &[0, 3, 6]);
     let evaluation = normed(&["a", "b", "c"], false);
-    let followed = partition.follow(&training, &evaluation).expect("all is held somewhere");
+    let followed = partition.follow(&training, &evaluation, &[]).expect("all is held somewhere");
     check(&evaluation, &followed);
     let buffers = followed.stages.iter().map(|part| part.buffers.len());
     assert_eq!(buffers.collect::<Vec<_>>(), [1, 2]);
@@ -305,17 +305,33 @@ fn what_reads_a_buffer_runs_where_the_buffer_is() {
     let graph = builder.finish(&[hidden]);
     // The first stage ends between the linear layer of `b` and what its mask is added to.
     let partition = divide(&graph, &[0, 4, 6]);
-    let followed = partition.follow(&graph, &graph).expect("it follows itself");
+    let followed = partition.follow(&graph, &graph, &[]).expect("it follows itself");
     check(&graph, &followed);
     let buffers = |partition: &Partition| partition.stages.iter().map(|part| part.buffers.clone()).collect::<Vec<_>>();
     assert_eq!(buffers(&followed), buffers(&partition));
+}
+
+/// The tail of the other call computes with the last layer, on all ranks.
+#[test]
+fn what_is_everywhere_runs_in_any_stage() {
+    let training = normed(&["a", "b"], true);
+    let partition = divide(&training, &[0, 2, 4]);
+    let evaluation = normed(&["a", "z", "b"], false);
+    let followed = partition.follow(&training, &evaluation, &["z.weight".into()]).expect("all is held somewhere");
+    check(&evaluation, &followed);
+    // Behind the last layer, what the first Stage holds too can only run in the last one.
+    let evaluation = normed(&["b", "a"], false);
+    let followed = partition.follow(&training, &evaluation, &["a.weight".into(), "a.mean".into()]);
+    let followed = followed.expect("all is held somewhere");
+    check(&evaluation, &followed);
+    assert!(followed.stages[0].ops.is_empty());
 }
 
 #[test]
 fn a_graph_that_cannot_follow_names_the_op() {
     let training = normed(&["a", "b"], true);
     let partition = divide(&training, &[0, 2, 4]);
-    let message = |other: &Graph| partition.follow(&training, other).expect_err("it cannot follow").to_string();
+    let message = |other: &Graph| partition.follow(&training, other, &[]).expect_err("it cannot follow").to_string();
     assert_eq!(
         message(&normed(&["a", "z"], false)),
         "z.weight, read by op3 aten.linear.default in z at model.py:4, is held by no stage of the plan"
@@ -326,7 +342,7 @@ fn a_graph_that_cannot_follow_names_the_op() {
          is held together by stages [0], and its operands are made in stage 1"
     );
     let other = mlp(1, 4);
-    assert!(matches!(partition.follow(&other, &other), Err(PartitionError::OtherGraph(_))));
+    assert!(matches!(partition.follow(&other, &other, &[]), Err(PartitionError::OtherGraph(_))));
 }
 
 #[test]
@@ -342,7 +358,7 @@ fn values_that_cannot_be_sent_pull_their_users_along() {
     };
     let (plain, pulled) = (build(false), build(true));
     let partition = divide(&plain, &[0, 1, 3]);
-    let followed = partition.follow(&plain, &pulled).expect("the norm moves to the second stage");
+    let followed = partition.follow(&plain, &pulled, &[]).expect("the norm moves to the second stage");
     check(&pulled, &followed);
     assert_eq!(followed.stages[1].ops.len(), 3);
 }

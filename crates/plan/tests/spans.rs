@@ -102,7 +102,7 @@ proptest! {
     #[test]
     fn a_graph_that_follows_has_spans_as_well((graph, stages, blocks) in divided()) {
         let partition = Partition::new(&graph, &runs(&stages)).expect("the cuts are allowed");
-        if let Ok(followed) = partition.follow(&graph, &graph) {
+        if let Ok(followed) = partition.follow(&graph, &graph, &[]) {
             let followed = followed.with_spans(&graph, &blocks).expect("these are its blocks");
             prop_assert_eq!(followed.verify(&graph), Ok(()));
         }

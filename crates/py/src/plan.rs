@@ -189,12 +189,14 @@ pub struct Partition(pub rannc_plan::Partition, pub Promises);
 
 #[pymethods]
 impl Partition {
-    /// Divides a second Graph of the same model like this one divides `own`.
-    fn follow(&self, py: Python<'_>, own: &Graph, other: &Graph) -> PyResult<Self> {
+    /// Divides a second Graph of the same model like this one divides `own`; every Stage holds what `everywhere` names.
+    #[allow(clippy::needless_pass_by_value)] // extracted from Python
+    fn follow(&self, py: Python<'_>, own: &Graph, other: &Graph, everywhere: Vec<String>) -> PyResult<Self> {
         py.detach(|| {
             let blocks = Blocks::new(&other.0, &Analysis::new(&other.0)).blocks;
             let blocks: Vec<_> = blocks.iter().map(|block| (block.ops, Recompute::None)).collect();
-            let divided = self.0.follow(&own.0, &other.0).or_raise()?.with_spans(&other.0, &blocks).or_raise()?;
+            let divided =
+                self.0.follow(&own.0, &other.0, &everywhere).or_raise()?.with_spans(&other.0, &blocks).or_raise()?;
             divided.verify(&other.0).map_err(PartitionError::from).or_raise()?;
             Ok(Self(divided, Promises::default()))
         })

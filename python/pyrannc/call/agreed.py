@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from pyrannc.call.batch_arguments import Arguments, BatchArguments, PerRow, RowsInDoubt
 from pyrannc.call.data_guards import Answers
+from pyrannc.call.drift import Drift
 from pyrannc.call.equal import Fingerprint, HyperParameters, combined, whole_inputs
 from pyrannc.call.param_guards import ParamGuards
 from pyrannc.call.shared_inputs import refuse_shared
@@ -30,6 +31,8 @@ _THAWED = -3
 _UNDECIDED = -4
 """Numbers in the place of a captured form's: there is none yet, something is wrong, ``requires_grad`` has changed, it
 has to be found out which arguments have rows."""
+
+_WHICH = "the number of the wrapped model that is called (of several, which all ranks must call in the same order)"
 
 _AS_CAPTURED, _BY_BUFFERS, _BY_OTHERS = range(3)
 """What answers a captured form's questions otherwise: nothing, buffers that all ranks have and that say yes or no, or
@@ -79,6 +82,8 @@ class Agreement:
 
     Attributes:
         params: guards of this rank's parameters, once they are deployed.
+        drift: compares what is the same on all ranks, from then on.
+        deployment: the deployment's number, equal on all ranks; 0 before.
     """
 
     def __init__(
@@ -93,6 +98,8 @@ class Agreement:
         steps: Callable[[Optimizer], int],
     ) -> None:
         self.params: ParamGuards | None = None
+        self.drift: Drift | None = None
+        self.deployment = 0
         self._model = model
         self._variants = variants
         self._hyper_parameters = HyperParameters(optimizer, steps)
@@ -139,6 +146,8 @@ class Agreement:
         rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, count in enumerate(counts))
         if sum(rows) == 0:
             raise InputError("the global batch has no rows: every rank's inputs are empty")
+        if self.drift is not None:
+            self.drift.follow()
         batch = BatchRows(rows, self._gather_inputs)
         found, drawn = own.variant, everyone[0][-1]
         with no_autocast():
@@ -221,7 +230,7 @@ class Agreement:
         if self.params is not None and not self.params.check():
             own.number = _THAWED
             return
-        own.equal = self._hyper_parameters.fingerprints()
+        own.equal = [(_WHICH, self.deployment), *self._hyper_parameters.fingerprints()]
         if per_row is None:
             own.number = _UNDECIDED
             return

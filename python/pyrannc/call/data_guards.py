@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pyrannc.call.sent import Sent
 from pyrannc.capture import Assumption, Question
 from pyrannc.errors import InputError
 
@@ -24,13 +25,11 @@ class Answers:
 
     Attributes:
         asked: each question, and how many of the numbers belong to it.
-        numbers: on the host.
-        arrived: waits for them.
+        numbers: what is computed for all of them.
     """
 
     asked: list[tuple[Assumption, Question, int]]
-    numbers: Tensor
-    arrived: Callable[[], None]
+    numbers: Sent
     checked: bool = False
 
     def check(self) -> None:
@@ -48,8 +47,7 @@ class Answers:
 
     def others(self) -> Iterator[tuple[Assumption, Question]]:
         """Those that have another answer than at the capture; waits for the device."""
-        self.arrived()
-        rest = self.numbers.tolist()
+        rest = self.numbers.arrived().tolist()
         for assumption, question, count in self.asked:
             own, rest = rest[:count], rest[count:]
             if not question.holds(own):
@@ -91,14 +89,8 @@ class DataGuards:
         known = [(assumption, question) for assumption, question in self._questions if question.is_known]
         found = [question.ask([tensor.detach() for tensor in tensors]) for _, question in known]
         if not found:
-            return Answers([], torch.empty(0), lambda: None)
+            return Answers([], Sent(torch.empty(0)))
         numbers = torch.stack([number.reshape(()).double() for group in found for number in group])
         counted = zip(known, found, strict=True)
         asked = [(assumption, question, len(group)) for (assumption, question), group in counted]
-        if not numbers.is_cuda:
-            return Answers(asked, numbers, lambda: None)
-        there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        there.copy_(numbers, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
-        event.record()
-        return Answers(asked, there, event.synchronize)
+        return Answers(asked, Sent(numbers))

@@ -63,6 +63,15 @@ def no_plan_for_both(missing: Sequence[str], left_out: Sequence[str]) -> str:
     )
 
 
+def no_gradients_of(names: Sequence[str]) -> str:
+    """Why a call does without gradients of parameters that all ranks compute with in the call of the Plan."""
+    return (
+        f"this call has no gradients for {', '.join(names)}: in the call that the plan was made for, all ranks compute "
+        "with them on the rows of the global batch. Evaluate under torch.no_grad(); to train by this kind of call, "
+        "call undeploy() before it"
+    )
+
+
 def tell_of_whole_parts(variant: Variant) -> None:
     """Warns of each kind of part of the model that is kept whole because the capture fails in it."""
     whole, tail = variant.whole.captured, set(() if variant.tail is None else variant.tail.ops)

@@ -88,6 +88,8 @@ class Variant:
         loss: the one scalar that can be differentiated, as a Value of the whole.
         most_rows: of batches for which it stands: trials of rows show nothing of what begins at more of them.
         active: the parameters that some rank has a gradient for, by the outputs that it comes from.
+        of_tail: first names of parameters that Stages compute with here, and all ranks in the call of the Plan: they
+            have no gradients from here.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -135,6 +137,7 @@ class Variant:
         self.most_rows = min(rows for (rows,) in agree.gather_numbers((sys.maxsize if covered is None else covered,)))
         self.told_outside = False
         self.active: dict[frozenset[int], frozenset[str]] = {}
+        self.of_tail: list[str] = []
         self._reached: dict[frozenset[int], frozenset[int]] = {}
         self._reached_in_body: dict[frozenset[int], frozenset[int]] = {}
         self.number = _NO_NUMBER
@@ -318,7 +321,23 @@ class Variant:
 
     def follow(self, first: Variant) -> None:
         """Divides the Graph like that of another captured call, so that every parameter stays. All ranks call it."""
-        self.divide(agree.together(lambda: first.partition.follow(first.graph, self.graph)))
+        everywhere = first.names_in_tail
+        self.divide(agree.together(lambda: first.partition.follow(first.graph, self.graph, everywhere)))
+        self.of_tail = [
+            param.names[0]
+            for part in self.parts.stages
+            for param in (self.facts.params[i] for i in part.params)
+            if self.facts.values[param.value].requires_grad and not set(param.names).isdisjoint(everywhere)
+        ]
+
+    @property
+    def names_in_tail(self) -> list[str]:
+        """First names of the parameters and buffers that every rank computes with."""
+        if self.tail is None:
+            return []
+        facts = self.whole.facts
+        names = [facts.params[param].names[0] for param in self.tail.params]
+        return names + [facts.buffers[buffer].name for buffer in self.tail.buffers]
 
     def program(
         self, plan: Plan, buckets: Buckets, rows: tuple[int, ...], gather_inputs: bool, call: Call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from types import FrameType, ModuleType
 from typing import Any
@@ -68,7 +68,7 @@ class GradMode:
             return answer
 
         with ExitStack() as stack:
-            stack.callback(_give_back, is_grad_enabled, real)
+            stack.callback(_give_back, is_grad_enabled, real, frozenset(sys.modules))
             for point in (IS_GRAD_ENABLED, *_imported(real)):
                 stack.enter_context(point.replaced_by(is_grad_enabled))
             answers = {"requires_grad": told(False), "grad_fn": told(None), "is_leaf": told(True)}
@@ -132,16 +132,16 @@ def _requires_grad(node: fx.Node) -> bool:
     return facts is None or any(found.requires_grad for found in facts.values())
 
 
-def _give_back(substitute: object, real: object) -> None:
-    """Modules that were first imported meanwhile have what stood there."""
-    for point in _imported(substitute):
+def _give_back(substitute: object, real: object, known: Set[str]) -> None:
+    """Modules that were first imported meanwhile, unlike the known ones, have what stood there."""
+    for point in _imported(substitute, known):
         setattr(point.owner, point.name, real)
 
 
-def _imported(function: object) -> list[PatchPoint]:
-    """Where modules of the user have a function under a name of theirs."""
+def _imported(function: object, known: Set[str] = frozenset()) -> list[PatchPoint]:
+    """Where modules of the user, but for the known ones, have a function under a name of theirs."""
     found = []
-    for module in list(sys.modules.values()):
+    for module in [module for name, module in list(sys.modules.items()) if name not in known]:
         # Some stand for modules that are not there, and fail when they are asked.
         names = _NAMES.__get__(module) if isinstance(module, ModuleType) else {}
         file = names.get("__file__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from pyrannc._native import Plan
 from pyrannc.call.agreed import AgreedCall, Agreement
 from pyrannc.call.batch_arguments import BatchArguments, BatchNames, RowsInDoubt
+from pyrannc.call.drift import Drift
 from pyrannc.call.lengths import Lengths
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
 from pyrannc.call.stale import StaleAttributes
@@ -38,6 +40,9 @@ from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
+
+_deployments = itertools.count(1)
+"""Numbers of deployments, which all ranks make together."""
 
 
 class DeployedModel(StateOfModel):
@@ -141,6 +146,7 @@ class DeployedModel(StateOfModel):
         store = self._deployment.store
         deployment = self._deployment
         agree.together(lambda: self._guard_params(deployment))
+        self._agreement.deployment = next(_deployments)
         self._note_used_params(store)
         agree.together(lambda: note_deployed(store, self._user_optimizer))
         if self._user_optimizer is not None:
@@ -241,9 +247,12 @@ class DeployedModel(StateOfModel):
     def _guard_params(self, deployment: Deployment) -> None:
         store, leaves = deployment.store, deployment.gradients.leaves
         own = {name: param for name, param in store.local_params().items() if name in leaves}
-        spread = [] if store.divided is None else [store.params[name] for name in store.divided.spread]
+        divided = store.divided
+        spread = [] if divided is None else [store.params[name] for name in divided.spread]
         trainable = [param.requires_grad for param in store.used.values()]
         self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable, spread)
+        whole = {name: param for name, param in store.local_params().items() if not store.is_in_parts(name)}
+        self._agreement.drift = Drift(whole, [stage.ranks for stage in PlanFacts.of(deployment.plan).stages])
 
     def _give_up_deployment(self) -> None:
         """Like ``undeploy()``, but gradients stay."""

@@ -146,13 +146,13 @@ class Deployment:
         return {
             name: tuple(sorted(rank for stage in found for rank in self._stage_ranks[stage]))
             for name, found in stages.items()
-        } | dict.fromkeys(_names_in_tail(variant), everyone)
+        } | dict.fromkeys(variant.names_in_tail, everyone)
 
     def _make_gradients(self, variant: Variant) -> Gradients:
         facts, holders = variant.facts, self.store.holders
         names = [param.names[0] for param in facts.params]
         trained = [i for i, name in enumerate(names) if name in holders and self.store.params[name].requires_grad]
-        everywhere = {i for i, name in enumerate(names) if name in _names_in_tail(variant)}
+        everywhere = {i for i, name in enumerate(names) if name in variant.names_in_tail}
         listed = set() if self._optimizer is None else set(map(id, self._optimizer.all()))
         hooked = self._hooked() if self._divides else set()
         self.buckets = Buckets.divide(
@@ -317,7 +317,7 @@ class Deployment:
         if added:
             raise PlanError(f'this call uses buffer "{added[0]}", which the model did not have when it was deployed')
         everyone = tuple(range(process.get_world_size()))
-        for name in _names_in_tail(variant):
+        for name in variant.names_in_tail:
             if self.store.holders.get(name) != everyone or self.store.is_in_parts(name):
                 raise PlanError(
                     f'this call uses "{name}" together with all rows of the batch, which the call that the plan was '
@@ -380,15 +380,6 @@ def _drop_graphs(recordings: weakref.ref[Recordings]) -> None:
 def _call_all(ends: Iterable[Callable[[], None]]) -> None:
     for end in ends:
         end()
-
-
-def _names_in_tail(variant: Variant) -> list[str]:
-    """First names of the parameters and buffers that every rank computes with."""
-    if variant.tail is None:
-        return []
-    facts = variant.whole.facts
-    names = [facts.params[param].names[0] for param in variant.tail.params]
-    return names + [facts.buffers[buffer].name for buffer in variant.tail.buffers]
 
 
 def _title(number: int, stage: StagePlan) -> str:

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import pyrannc
 from tests.contract.habit import alike, equal, refused, warned
-from tests.contract.job import Job
-from tests.contract.settings import REPLICAS, SPREAD, STAGES
+from tests.contract.job import Data, Job
+from tests.contract.settings import ONCE, REPLICAS, SPREAD, STAGES
 from tests.contract.training import WIDTH, Chain, Returns, learn, learn_around, pairs, regression
 
 # Parameters
@@ -449,3 +449,73 @@ def answer_changes(job: Job) -> None:
 def answer_stays(job: Job) -> None:
     """The model asks its data a question, and every batch gives the same answer."""
     learn_around(job, Returns(Chain(), _if_large), lambda model: None)
+
+
+# What training does with all rows, and evaluation with each by itself
+
+
+class _Normalised(nn.Module):
+    """Inputs are centred by a running mean, which training takes over all rows first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.layers = Chain()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return F.mse_loss(self.layers(x - self.mean), target)
+
+
+class _Images(nn.Module):
+    """Statistics of each image in training, running ones in evaluation, and layers before and behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())
+        self.last = nn.Conv2d(4, 2, 3)
+        self.norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(images)).relu()).mean((1, 2, 3)).square().mean()
+
+
+def _images(rows: int, generator: Generator) -> tuple[Tensor]:
+    return (torch.randn(rows, 3, 7, 7, generator=generator),)
+
+
+def _train_and_evaluate(job: Job, net: nn.Module, data: Data) -> None:
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for epoch in range(2):
+        model.train()
+        for step in range(2):
+            learn(job, model, optimizer, data, step=2 * epoch + step)
+        model.eval()
+        with torch.no_grad():
+            job.same("evaluation", model(*job.batch(data, 9)))
+    job.state(model)
+
+
+@equal()
+def evaluated_with_a_running_mean(job: Job) -> None:
+    """A mean over all rows is kept in training, before layers that evaluation runs with it on each row by itself."""
+    _train_and_evaluate(job, _Normalised(), pairs)
+
+
+@equal()
+def evaluated_with_running_statistics(job: Job) -> None:
+    """`nn.InstanceNorm2d(..., affine=True, track_running_stats=True)`, trained and evaluated in turn."""
+    _train_and_evaluate(job, _Images(), _images)
+
+
+@refused("PlanError", "no gradients for", "no_grad", settings=ONCE, instead="evaluate under `torch.no_grad()`")
+def gradients_with_a_running_mean(job: Job) -> None:
+    """As the first of them, but evaluation records gradients."""
+    net = _Normalised()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    model.eval()
+    model(*job.batch(pairs, 1)).backward()

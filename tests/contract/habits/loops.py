@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
-from tests.contract.settings import FREE
+from tests.contract.settings import FREE, ONCE, REPLICAS
 from tests.contract.training import (
     CLASSES,
     WIDTH,
@@ -483,3 +484,62 @@ def batched_gradients(job: Job) -> None:
     outputs = model(x.requires_grad_())
     seeds = torch.stack([torch.ones_like(outputs), 2 * torch.ones_like(outputs)])
     torch.autograd.grad(outputs, x, seeds, is_grads_batched=True)
+
+
+def _train(job: Job, change: Callable[[nn.Module], Any] = lambda net: None, factor: float = 1.0) -> None:
+    """Five steps, with a change of the model or its gradients before each step of the optimizer."""
+    net = regression()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for batch in job.batches(pairs, 5):
+        optimizer.zero_grad()
+        (model(*batch) * factor).backward()
+        change(net)
+        optimizer.step()
+
+
+_SEEDED = "draw from a generator that all ranks seed alike"
+
+
+@refused("MismatchError", "no longer the same", settings=(REPLICAS,), instead=_SEEDED)
+def noise_by_rank(job: Job) -> None:
+    """Each rank adds noise of its own to the gradients; found out some calls later, as are the rows that follow."""
+    drawn = Generator().manual_seed(job.rank)
+
+    def add_noise(net: nn.Module) -> None:
+        for param in net.parameters():
+            if param.grad is not None:
+                param.grad.add_(torch.randn(param.shape, generator=drawn, dtype=param.dtype), alpha=0.1)
+
+    _train(job, add_noise)
+
+
+@refused("MismatchError", "no longer the same", settings=(REPLICAS,), instead=_SEEDED)
+def values_drawn_by_rank(job: Job) -> None:
+    """Parameters are initialised anew in training, from generators that the ranks have seeded each in its way."""
+    torch.manual_seed(job.rank)
+    _train(job, lambda net: nn.init.normal_(next(net.parameters())))
+
+
+@refused("MismatchError", "no longer the same", settings=(REPLICAS,), instead="do so on all ranks")
+def gradients_cleared_by_one_rank(job: Job) -> None:
+    """One rank clears its gradients before the step, as after a loss of its own rows that is not finite."""
+    _train(job, lambda net: net.zero_grad(set_to_none=False) if job.rank else None)
+
+
+@refused("MismatchError", "another factor on some ranks", settings=ONCE, instead="give it the same factor on all ranks")
+def loss_weighted_by_rank(job: Job) -> None:
+    """Each rank multiplies the loss that the model returns by a weight of its own rows."""
+    _train(job, factor=1.0 + job.rank)
+
+
+@refused("MismatchError", "number of the wrapped model", settings=ONCE, instead="call them in one order on all ranks")
+def models_in_another_order(job: Job) -> None:
+    """Two models that are built alike are called in another order on some rank, as in a loop over a set."""
+    models = [job.wrap(regression()) for _ in range(2)]
+    batch = job.batch(pairs)
+    for model in models:
+        model(*batch).backward()
+    if job.ranks > 1:
+        for model in reversed(models) if job.rank else models:
+            model(*batch).backward()

@@ -1,6 +1,6 @@
 //! Divides a second Graph of the same model like the first.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use rannc_ir::{Analysis, Arena, Graph, OpId, ValueDef, ValueId};
 
@@ -13,16 +13,16 @@ impl Partition {
     /// Divides `other`, a second Graph of the same model (in evaluation mode, of another shape), like
     /// this partition divides `own`: an Op runs in the first Stage that is not before those of its
     /// operands and that holds the parameters and buffers that it and the batch-free Ops before it
-    /// read; buffers that `own` does not use are everywhere. Ops that must stay together, and Ops that
-    /// share a Value that cannot be sent, go to one Stage. A Stage may be left without Ops.
+    /// read. Those named in `everywhere` every Stage holds, as it does buffers that `own` does not use. Ops that must
+    /// stay together, and Ops that share a Value that cannot be sent, go to one Stage. A Stage may be left without Ops.
     ///
     /// # Errors
     /// When no Stage holds what an Op reads, or the Stage that does is before those of its operands; when
     /// `own` is not the Graph that this partition divides; when an input has no rows and yet depends on
     /// the batch.
-    pub fn follow(&self, own: &Graph, other: &Graph) -> Result<Self, PartitionError> {
+    pub fn follow(&self, own: &Graph, other: &Graph, everywhere: &[String]) -> Result<Self, PartitionError> {
         let analysis = Analysis::new(other);
-        let holders = Holders::new(self, own)?;
+        let holders = Holders::new(self, own, everywhere)?;
         let mut needs = Needs { graph: other, analysis: &analysis, holders, clones: HashMap::new() };
         let stage_of = assign(other, &analysis, &mut needs)?;
         Divider::new(other, &analysis, stage_of, self.stages.len()).divide(|value, last| {
@@ -36,11 +36,14 @@ impl Partition {
 struct Holders {
     params: HashMap<String, Vec<u32>>,
     buffers: HashMap<String, Vec<u32>>,
+    /// What all of them hold.
+    everywhere: HashSet<String>,
 }
 
 impl Holders {
-    fn new(partition: &Partition, graph: &Graph) -> Result<Self, PartitionError> {
-        let mut holders = Self { params: HashMap::new(), buffers: HashMap::new() };
+    fn new(partition: &Partition, graph: &Graph, everywhere: &[String]) -> Result<Self, PartitionError> {
+        let everywhere = everywhere.iter().cloned().collect();
+        let mut holders = Self { params: HashMap::new(), buffers: HashMap::new(), everywhere };
         for (stage, part) in (0..).zip(&partition.stages) {
             for &id in &part.params {
                 let param = graph.params.get(id).ok_or_else(|| PartitionError::OtherGraph(id.to_string()))?;
@@ -56,6 +59,10 @@ impl Holders {
             }
         }
         Ok(holders)
+    }
+
+    fn all_hold(&self, name: &String, aliases: &[String]) -> bool {
+        names(name, aliases).any(|name| self.everywhere.contains(name))
     }
 }
 
@@ -105,6 +112,9 @@ impl Needs<'_> {
         match self.graph.values[leaf].def {
             ValueDef::Param(param) => {
                 let param = &self.graph.params[param];
+                if self.holders.all_hold(&param.name, &param.aliases) {
+                    return Ok(None);
+                }
                 let held = names(&param.name, &param.aliases).find_map(|name| self.holders.params.get(name));
                 held.cloned().map(Some).ok_or_else(|| match reader {
                     Some(op) => {
@@ -115,6 +125,9 @@ impl Needs<'_> {
             }
             ValueDef::Buffer(buffer) => {
                 let buffer = &self.graph.buffers[buffer];
+                if self.holders.all_hold(&buffer.name, &buffer.aliases) {
+                    return Ok(None);
+                }
                 Ok(names(&buffer.name, &buffer.aliases).find_map(|name| self.holders.buffers.get(name)).cloned())
             }
             ValueDef::Input(_) | ValueDef::Constant(_) | ValueDef::Op { .. } => Ok(None),
