@@ -316,13 +316,13 @@ fn what_reads_a_buffer_runs_where_the_buffer_is() {
 fn what_is_everywhere_runs_in_any_stage() {
     let training = normed(&["a", "b"], true);
     let partition = divide(&training, &[0, 2, 4]);
+    let all_of = |layer: &str| ["weight", "bias", "mean"].map(|name| format!("{layer}.{name}"));
     let evaluation = normed(&["a", "z", "b"], false);
-    let followed = partition.follow(&training, &evaluation, &["z.weight".into()]).expect("all is held somewhere");
+    let followed = partition.follow(&training, &evaluation, &all_of("z")).expect("all is held somewhere");
     check(&evaluation, &followed);
     // Behind the last layer, what the first Stage holds too can only run in the last one.
     let evaluation = normed(&["b", "a"], false);
-    let followed = partition.follow(&training, &evaluation, &["a.weight".into(), "a.mean".into()]);
-    let followed = followed.expect("all is held somewhere");
+    let followed = partition.follow(&training, &evaluation, &all_of("a")).expect("all is held somewhere");
     check(&evaluation, &followed);
     assert!(followed.stages[0].ops.is_empty());
 }
