@@ -33,7 +33,7 @@ from pyrannc.capture.attributes import assign
 from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.capture.sequences import ADVICE
-from pyrannc.core.graph import GraphFacts
+from pyrannc.core.graph import GraphFacts, ParamFacts
 from pyrannc.core.partition import Parts
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.core.reach import reach
@@ -88,8 +88,8 @@ class Variant:
         loss: the one scalar that can be differentiated, as a Value of the whole.
         most_rows: of batches for which it stands: trials of rows show nothing of what begins at more of them.
         active: the parameters that some rank has a gradient for, by the outputs that it comes from.
-        of_tail: first names of parameters that Stages compute with here, and all ranks in the call of the Plan: they
-            have no gradients from here.
+        of_tail: first names of parameters that Stages compute with here, but all ranks, and no Stage, in the call of
+            the Plan: they have no gradients from here.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -321,14 +321,16 @@ class Variant:
 
     def follow(self, first: Variant) -> None:
         """Divides the Graph like that of another captured call, so that every parameter stays. All ranks call it."""
-        everywhere = first.names_in_tail
-        self.divide(agree.together(lambda: first.partition.follow(first.graph, self.graph, everywhere)))
-        self.of_tail = [
-            param.names[0]
-            for part in self.parts.stages
-            for param in (self.facts.params[i] for i in part.params)
-            if self.facts.values[param.value].requires_grad and not set(param.names).isdisjoint(everywhere)
-        ]
+        in_tail = first.names_in_tail
+        self.divide(agree.together(lambda: first.partition.follow(first.graph, self.graph, in_tail)))
+        of_tail = set(in_tail) - {param.names[0] for param in first.held_params()}
+        trained = [param for param in self.held_params() if self.facts.values[param.value].requires_grad]
+        self.of_tail = sorted({name for param in trained for name in param.names} & of_tail)
+
+    def held_params(self) -> Iterator[ParamFacts]:
+        """The parameters that Stages compute with."""
+        for part in self.parts.stages:
+            yield from (self.facts.params[param] for param in part.params)
 
     @property
     def names_in_tail(self) -> list[str]:

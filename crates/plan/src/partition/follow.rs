@@ -13,8 +13,9 @@ impl Partition {
     /// Divides `other`, a second Graph of the same model (in evaluation mode, of another shape), like
     /// this partition divides `own`: an Op runs in the first Stage that is not before those of its
     /// operands and that holds the parameters and buffers that it and the batch-free Ops before it
-    /// read. Those named in `everywhere` every Stage holds, as it does buffers that `own` does not use. Ops that must
-    /// stay together, and Ops that share a Value that cannot be sent, go to one Stage. A Stage may be left without Ops.
+    /// read. What no Stage does of those named in `everywhere` all hold, as they do buffers that `own` does not use. Ops
+    /// that must stay together, and Ops that share a Value that cannot be sent, go to one Stage. A Stage may be left
+    /// without Ops.
     ///
     /// # Errors
     /// When no Stage holds what an Op reads, or the Stage that does is before those of its operands; when
@@ -36,7 +37,7 @@ impl Partition {
 struct Holders {
     params: HashMap<String, Vec<u32>>,
     buffers: HashMap<String, Vec<u32>>,
-    /// What all of them hold.
+    /// What all of them hold, if none of them is listed for it.
     everywhere: HashSet<String>,
 }
 
@@ -112,10 +113,10 @@ impl Needs<'_> {
         match self.graph.values[leaf].def {
             ValueDef::Param(param) => {
                 let param = &self.graph.params[param];
-                if self.holders.all_hold(&param.name, &param.aliases) {
+                let held = names(&param.name, &param.aliases).find_map(|name| self.holders.params.get(name));
+                if held.is_none() && self.holders.all_hold(&param.name, &param.aliases) {
                     return Ok(None);
                 }
-                let held = names(&param.name, &param.aliases).find_map(|name| self.holders.params.get(name));
                 held.cloned().map(Some).ok_or_else(|| match reader {
                     Some(op) => {
                         PartitionError::NotHeld { name: param.name.clone(), place: Box::new(self.graph.place(op)) }
@@ -125,9 +126,6 @@ impl Needs<'_> {
             }
             ValueDef::Buffer(buffer) => {
                 let buffer = &self.graph.buffers[buffer];
-                if self.holders.all_hold(&buffer.name, &buffer.aliases) {
-                    return Ok(None);
-                }
                 Ok(names(&buffer.name, &buffer.aliases).find_map(|name| self.holders.buffers.get(name)).cloned())
             }
             ValueDef::Input(_) | ValueDef::Constant(_) | ValueDef::Op { .. } => Ok(None),

@@ -57,13 +57,11 @@ def largest_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def norm_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The L2 norm of each tensor, in few kernels, and in float32 if its elements have less. Public: none, as above."""
     found: dict[int, Tensor] = {}
-    for dtype, places in (
-        (torch.float32, [place for place, tensor in enumerate(tensors) if tensor.itemsize < 4]),
-        (None, [place for place, tensor in enumerate(tensors) if tensor.itemsize >= 4]),
-    ):
-        if places:
-            alike = [tensors[place] for place in places]
-            found.update(zip(places, torch._foreach_norm(alike, 2, dtype=dtype), strict=True))
+    # Where types differ, there is a kernel for each tensor.
+    for dtype in {tensor.dtype for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        made = torch.float32 if dtype.itemsize < 4 else None
+        found.update(zip(places, torch._foreach_norm([tensors[place] for place in places], 2, dtype=made), strict=True))
     return [found[place] for place in range(len(tensors))]
 
 
