@@ -304,7 +304,7 @@ class RaNNCModule(DeployedModel):
         def begin(grads: Sequence[Tensor | None]) -> None:
             answered()
             scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
-            if drift is not None and scale is not None:
+            if scale is not None:
                 drift.note_factor(scale)
             at_end_of_backward(lambda: finish_backward(store, optimizer, share, scale, stages=stages, spread=spread))
 

@@ -10,22 +10,32 @@ import torch
 
 import pyrannc
 from pyrannc.call.drift import Drift
+from pyrannc.call.sent import Sent
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
 
 
-def _refused_at(values: list[list[float]], dtype: torch.dtype, calls: int = 10) -> tuple[int, str]:
-    """The call at which copies are found to differ that have these values on each rank, and why; 0: at none."""
+def _watching(param: torch.Tensor, holders: tuple[int, ...] = (0, 1)) -> Drift:
     pyrannc.barrier()
-    param = torch.tensor(values[pyrannc.get_rank()], dtype=dtype)
-    drift = Drift({"same": torch.ones(3), "layer.weight": param}, [(0, 1)])
+    drift = Drift()
+    drift.watch({"same": torch.ones(3), "layer.weight": param}, {"same": (0, 1), "layer.weight": holders})
+    return drift
+
+
+def _refused_at(drift: Drift, calls: int, change: Callable[[int], object] = lambda call: None) -> tuple[int, str]:
+    """The call at which copies are found to differ, and why; 0: at none."""
     for call in range(1, calls + 1):
+        change(call)
         try:
             drift.follow()
         except pyrannc.MismatchError as error:
             return call, str(error)
     return 0, ""
+
+
+def _of_values(values: list[list[float]], dtype: torch.dtype) -> tuple[int, str]:
+    return _refused_at(_watching(torch.tensor(values[pyrannc.get_rank()], dtype=dtype)), 10)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +50,7 @@ def _refused_at(values: list[list[float]], dtype: torch.dtype, calls: int = 10) 
     ],
 )
 def test_what_rounding_explains_is_let_pass(values: list[list[float]], dtype: torch.dtype, ranks: Ranks) -> None:
-    assert ranks(2).run(_refused_at, values, dtype) == [(0, "")] * 2
+    assert ranks(2).run(_of_values, values, dtype) == [(0, "")] * 2
 
 
 @pytest.mark.parametrize(
@@ -58,36 +68,78 @@ def test_what_rounding_explains_is_let_pass(values: list[list[float]], dtype: to
 def test_copies_that_differ_are_refused_on_all_ranks(
     values: list[list[float]], dtype: torch.dtype, ranks: Ranks
 ) -> None:
-    for call, text in ranks(2).run(_refused_at, values, dtype):
+    for call, text in ranks(2).run(_of_values, values, dtype):
         assert call == 3
         assert 'copies of parameter "layer.weight"' in text
 
 
+def _of_draws(dtype: torch.dtype) -> tuple[int, str]:
+    drawn = torch.randn(300, 400, generator=torch.Generator().manual_seed(pyrannc.get_rank()))
+    return _refused_at(_watching(drawn.to(dtype)), 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_each_rank_has_drawn_is_refused_though_of_equal_norm(dtype: torch.dtype, ranks: Ranks) -> None:
+    assert [call for call, _ in ranks(2).run(_of_draws, dtype)] == [3, 3]
+
+
 def _late(first_wrong: int, calls: int) -> int:
-    pyrannc.barrier()
     param = torch.ones(4)
-    drift = Drift({"weight": param}, [(0, 1)])
-    for call in range(1, calls + 1):
-        if call == first_wrong:
-            param.add_(pyrannc.get_rank())
-        try:
-            drift.follow()
-        except pyrannc.MismatchError:
-            return call
-    return 0
+    wrong = {first_wrong: float(pyrannc.get_rank())}
+    return _refused_at(_watching(param), calls, lambda call: param.add_(wrong.get(call, 0.0)))[0]
 
 
 def test_copies_that_drift_apart_late_are_found_within_a_hundred_calls(ranks: Ranks) -> None:
-    assert ranks(2).run(_late, 130, 250) == [202, 202]
+    assert ranks(2).run(_late, 130, 250) == [194, 194]
 
 
-def _of_one_replica() -> int:
-    pyrannc.barrier()
-    drift = Drift({"weight": torch.full((4,), float(pyrannc.get_rank()))}, [(0,), (1,)])
-    for _ in range(10):
-        drift.follow()
-    return 1
+def _made_alike_again() -> int:
+    param = torch.full((4,), float(pyrannc.get_rank()))
+    return _refused_at(_watching(param), 10, lambda call: param.fill_(1) if call == 3 else None)[0]
 
 
-def test_stages_of_one_replica_have_nothing_in_common(ranks: Ranks) -> None:
-    assert ranks(2).run(_of_one_replica) == [1, 1]
+def test_what_is_alike_by_the_time_of_the_comparison_is_let_pass(ranks: Ranks) -> None:
+    assert ranks(2).run(_made_alike_again) == [0, 0]
+
+
+def _watched_anew_at_each_call() -> int:
+    drift = _watching(torch.ones(2))
+
+    def freeze(call: int) -> None:
+        drift.watch({"layer.weight": torch.full((2,), float(pyrannc.get_rank()))}, {"layer.weight": (0, 1)})
+        drift.note_factor(torch.tensor(1.0 + pyrannc.get_rank()))
+
+    return _refused_at(drift, 10, freeze)[0]
+
+
+def test_factors_are_compared_though_parameters_are_watched_anew(ranks: Ranks) -> None:
+    assert ranks(2).run(_watched_anew_at_each_call) == [3, 3]
+
+
+def _factor(of_rank_1: float) -> int:
+    drift = _watching(torch.ones(2))
+    drift.note_factor(torch.tensor(of_rank_1 if pyrannc.get_rank() else 0.1))
+    return _refused_at(drift, 10)[0]
+
+
+@pytest.mark.parametrize(("of_rank_1", "call"), [(0.1, 0), (0.1000001, 0), (0.1001, 3), (math.nan, 3)])
+def test_factors_may_differ_by_rounding(of_rank_1: float, call: int, ranks: Ranks) -> None:
+    assert ranks(2).run(_factor, of_rank_1) == [call, call]
+
+
+def _of_other_ranks() -> int:
+    param = torch.full((4,), float(pyrannc.get_rank()))
+    return _refused_at(_watching(param, (pyrannc.get_rank(),)), 10)[0]
+
+
+def test_ranks_of_different_stages_have_nothing_in_common(ranks: Ranks) -> None:
+    assert ranks(2).run(_of_other_ranks) == [0, 0]
+
+
+def _with_another_default_device() -> list[float]:
+    with torch.device("meta"):
+        return Sent(torch.ones(2, device="cpu")).arrived().tolist()
+
+
+def test_numbers_arrive_on_the_host_whatever_the_default_device() -> None:
+    assert _with_another_default_device() == [1.0, 1.0]

@@ -82,7 +82,7 @@ class Agreement:
 
     Attributes:
         params: guards of this rank's parameters, once they are deployed.
-        drift: compares what is the same on all ranks, from then on.
+        drift: compares what is the same on all ranks of their parameters, from then on.
         deployment: the deployment's number, equal on all ranks; 0 before.
     """
 
@@ -98,7 +98,7 @@ class Agreement:
         steps: Callable[[Optimizer], int],
     ) -> None:
         self.params: ParamGuards | None = None
-        self.drift: Drift | None = None
+        self.drift = Drift()
         self.deployment = 0
         self._model = model
         self._variants = variants
@@ -146,7 +146,7 @@ class Agreement:
         rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, count in enumerate(counts))
         if sum(rows) == 0:
             raise InputError("the global batch has no rows: every rank's inputs are empty")
-        if self.drift is not None:
+        if self.deployment:
             self.drift.follow()
         batch = BatchRows(rows, self._gather_inputs)
         found, drawn = own.variant, everyone[0][-1]

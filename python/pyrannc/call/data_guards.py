@@ -89,7 +89,7 @@ class DataGuards:
         known = [(assumption, question) for assumption, question in self._questions if question.is_known]
         found = [question.ask([tensor.detach() for tensor in tensors]) for _, question in known]
         if not found:
-            return Answers([], Sent(torch.empty(0)))
+            return Answers([], Sent(torch.empty(0, device="cpu")))
         numbers = torch.stack([number.reshape(()).double() for group in found for number in group])
         counted = zip(known, found, strict=True)
         asked = [(assumption, question, len(group)) for (assumption, question), group in counted]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyrannc.call.equal import EVERY, digest
+from pyrannc.call.equal import digest
 from pyrannc.call.sent import Sent
 from pyrannc.capture.torch_internals.gradients import norm_of_each
 from pyrannc.errors import MismatchError
@@ -17,26 +17,40 @@ from pyrannc.job import agree, process
 
 _LATER = 2
 """Calls after which a device has long come to what it was asked for."""
+_APART = 100
+"""Calls between two looks, at most; at first there are fewer."""
 _ROUNDINGS, _MOST = 100, 0.01
-"""By how many roundings, and by which share at most, sizes of copies may differ: each kind of device rounds its way."""
+"""By how many roundings, and by which share at most, copies may differ: each kind of device rounds its way."""
+
+_Ranks = tuple[int, ...]
 
 
 class Drift:
     """Compares copies of parameters, and what the script multiplies a loss with, a few calls after they were there.
 
-    That is at the calls 1, 2, 4 and so on, and at every hundredth.
-
-    Args:
-        params: of which this rank has the whole, by first name.
-        stages: the ranks of each Stage.
+    It looks at the calls 1, 3, 6, 12 and so on, and later at every hundredth.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], stages: Sequence[Sequence[int]]) -> None:
-        self._stages = [ranks for ranks in stages if len(ranks) > 1]
-        self._replicas = next((ranks for ranks in self._stages if process.get_rank() in ranks), ())
-        self._params = {name: param for name, param in params.items() if self._replicas and _has_size(param)}
+    def __init__(self) -> None:
+        self._params: dict[_Ranks, dict[str, Tensor]] = {}
         self._calls = 0
-        self._seen: _Seen | None = None
+        self._look_at = 1
+        self._compare_at = 0
+        self._norms: dict[_Ranks, Sent] = {}
+        self._factor: Sent | None = None
+
+    def watch(self, params: Mapping[str, Tensor], holders: Mapping[str, _Ranks]) -> None:
+        """Takes these for the parameters to compare.
+
+        Args:
+            params: of which this rank has the whole, by first name.
+            holders: by first name, all ranks that have it.
+        """
+        self._params = {}
+        for name, param in params.items():
+            if len(holders[name]) > 1 and _has_norm(param):
+                self._params.setdefault(holders[name], {})[name] = param
+        self._norms = {}
 
     def follow(self) -> None:
         """Compares what an earlier call has begun with, and looks at what this one does. All ranks call it.
@@ -47,80 +61,125 @@ class Drift:
         if process.get_world_size() == 1:
             return
         self._calls += 1
-        seen = self._seen
-        if seen is not None and self._calls >= seen.call + _LATER:
-            self._seen = None
-            self._compare(seen)
-        if self._seen is None and _is_due(self._calls):
-            self._seen = _Seen(self._calls, Sent(_sizes([*self._params.values()])))
+        if self._calls == self._compare_at:
+            self._compare()
+        if self._calls == self._look_at:
+            agree.together(self._look)
+            self._compare_at = self._calls + _LATER
+            self._look_at = max(self._compare_at, min(2 * self._calls, self._calls + _APART))
 
     def note_factor(self, factor: Tensor) -> None:
-        """Takes note of the gradient that the script gives to the loss of this call."""
-        if self._seen is not None and self._seen.call == self._calls:
-            self._seen.factor = Sent(factor.detach())
+        """Takes note of the gradient that the script gives to a loss: of the first one since the last comparison."""
+        if self._factor is None and process.get_world_size() > 1:
+            self._factor = Sent(factor.detach())
 
-    def _compare(self, seen: _Seen) -> None:
-        factor = 0 if seen.factor is None else digest(seen.factor.arrived()) + 1
-        everyone = agree.gather_numbers((digest(seen.sizes.arrived()), factor))
-        factors = {number for _, number in everyone if number}
-        if len(factors) > 1:
-            raise MismatchError(_different_factors(seen.factor))
-        if any(len({everyone[rank][0] for rank in ranks}) > 1 for ranks in self._stages):
-            found: list[list[float]] = agree.gather_objects(seen.sizes.arrived().tolist())
-            agree.together(lambda: self._refuse_different(found))
+    @torch.no_grad()
+    def _look(self) -> None:
+        groups = self._params.items()
+        self._norms = {ranks: Sent(torch.stack(norm_of_each([*params.values()]))) for ranks, params in groups}
 
-    def _refuse_different(self, found: Sequence[Sequence[float]]) -> None:
-        for rank in self._replicas[1:]:
-            pairs = zip(self._params.items(), found[self._replicas[0]], found[rank], strict=True)
-            for (name, param), first, other in pairs:
-                if not _alike(first, other, param.dtype):
-                    raise MismatchError(
-                        f'ranks {self._replicas[0]} and {rank} train copies of parameter "{name}" which are no longer '
-                        f"the same (of size {first:.6g} and {other:.6g}): the script has changed it or its gradient "
-                        "on some rank alone, or otherwise there. Draw noise and new values from generators that are "
-                        "seeded alike, and set, clip and clear gradients alike on all ranks"
-                    )
+    def _compare(self) -> None:
+        norms, factor = self._norms, self._factor
+        self._norms, self._factor = {}, None
+        digests = {ranks: digest(sent.arrived()) for ranks, sent in norms.items()}
+        everyone: list[tuple[dict[_Ranks, int], _Factor | None]]
+        everyone = agree.gather_objects((digests, None if factor is None else _Factor.of(factor.arrived())))
+        _refuse_factors([found for _, found in everyone])
+        known: dict[_Ranks, int] = {}
+        differ = {ranks for own, _ in everyone for ranks in own if known.setdefault(ranks, own[ranks]) != own[ranks]}
+        if differ:
+            # They may be alike again by now, and what ranks round is let pass.
+            _refuse_copies(agree.gather_objects(agree.together(lambda: self._copies(differ))))
+
+    @torch.no_grad()
+    def _copies(self, groups: set[_Ranks]) -> dict[str, _Copy]:
+        """The parameters as they are now; waits for the device."""
+        params = {name: param for ranks in groups for name, param in self._params.get(ranks, {}).items()}
+        found = zip(params.items(), norm_of_each([*params.values()]), strict=True)
+        return {name: _Copy(float(norm), _sum(param), _tolerated(param.dtype)) for (name, param), norm in found}
 
 
-@dataclass
-class _Seen:
-    """What a call has begun with.
+@dataclass(frozen=True)
+class _Factor:
+    """What a loss is multiplied with, and by which share it may differ."""
 
-    Attributes:
-        call: its number.
-        sizes: of the copies.
-        factor: of its loss, if there was a backward.
+    value: float
+    tolerated: float
+
+    @staticmethod
+    def of(factor: Tensor) -> _Factor:
+        return _Factor(float(factor), _tolerated(factor.dtype))
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy of a parameter: its norm, the sum of its elements, and by which share of the norm both may differ.
+
+    The sum differs by about the norm of the difference, if that has no sign; copies that were drawn otherwise have the
+    same norm.
     """
 
-    call: int
-    sizes: Sent
-    factor: Sent | None = None
+    norm: float
+    sum: float
+    tolerated: float
+
+    def apart(self, other: _Copy) -> float:
+        """The share of the norm by which another copy differs from this one."""
+        worst = max(_difference(self.norm, other.norm), _difference(self.sum, other.sum))
+        if not worst:
+            return 0.0
+        return worst / self.norm if 0 < self.norm < math.inf else math.inf
 
 
-def _sizes(params: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of each."""
-    sizes = norm_of_each([param.detach() for param in params])
-    return torch.stack(sizes) if sizes else torch.empty(0)
+def _refuse_copies(everyone: Sequence[Mapping[str, _Copy]]) -> None:
+    first: dict[str, int] = {}
+    for rank, copies in enumerate(everyone):
+        for name, copy in copies.items():
+            other = first.setdefault(name, rank)
+            apart = everyone[other][name].apart(copy)
+            if apart > copy.tolerated:
+                raise MismatchError(_different(name, other, rank, apart))
 
 
-def _is_due(call: int) -> bool:
-    return call & (call - 1) == 0 or call % EVERY == 0
+def _different(name: str, first: int, other: int, apart: float) -> str:
+    return (
+        f'ranks {first} and {other} train copies of parameter "{name}" that are not the same (they differ by {apart:.1e} '
+        "of its norm): the script has changed it or its gradient on one rank alone, or differently on each, or they have "
+        "differed from the start, with sync_params_on_init(False). Draw noise and new values from generators that are "
+        "seeded alike, and set, clip and clear gradients alike on all ranks"
+    )
 
 
-def _has_size(param: Tensor) -> bool:
+def _refuse_factors(everyone: Sequence[_Factor | None]) -> None:
+    factors = {rank: factor for rank, factor in enumerate(everyone) if factor is not None}
+    if not factors:
+        return
+    first = min(factors)
+    for rank, factor in factors.items():
+        known = factors[first]
+        if _difference(known.value, factor.value) > known.tolerated * abs(known.value):
+            raise MismatchError(
+                f"the backward of the loss began with another factor on rank {rank} ({factor.value!r}) than on rank "
+                f"{first} ({known.value!r}). The loss that the model returns is that of the global batch, the same on "
+                "all ranks: multiply it by the same number on all of them, or weight rows inside of the model"
+            )
+
+
+def _difference(first: float, other: float) -> float:
+    if first == other or (math.isnan(first) and math.isnan(other)):
+        return 0.0
+    difference = abs(first - other)
+    return difference if math.isfinite(difference) else math.inf
+
+
+def _has_norm(param: Tensor) -> bool:
     return (param.is_floating_point() or param.is_complex()) and param.itemsize > 1
 
 
-def _alike(first: float, other: float, dtype: torch.dtype) -> bool:
-    tolerated = min(_ROUNDINGS * torch.finfo(dtype).eps, _MOST)
-    return math.isclose(first, other, rel_tol=tolerated) or (math.isnan(first) and math.isnan(other))
+def _sum(param: Tensor) -> float:
+    elements = torch.view_as_real(param) if param.is_complex() else param
+    return float(elements.sum(dtype=torch.float64))
 
 
-def _different_factors(own: Sent | None) -> str:
-    told: list[str] = agree.gather_objects("none" if own is None else f"{own.arrived().item():.6g}")
-    factors = ", ".join(f"{factor} on rank {rank}" for rank, factor in enumerate(told))
-    return (
-        f"the backward of the loss began with another factor on some ranks ({factors}). The loss that the model "
-        "returns is that of the global batch, the same on all ranks: multiply it by the same number on all of them, or "
-        "weight rows inside of the model"
-    )
+def _tolerated(dtype: torch.dtype) -> float:
+    return min(_ROUNDINGS * torch.finfo(dtype).eps, _MOST)

@@ -15,7 +15,7 @@ class Sent:
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        self._there = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=numbers.is_cuda)
         self._there.copy_(numbers, non_blocking=True)
         if numbers.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it

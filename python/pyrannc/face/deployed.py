@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from pyrannc._native import Plan
 from pyrannc.call.agreed import AgreedCall, Agreement
 from pyrannc.call.batch_arguments import BatchArguments, BatchNames, RowsInDoubt
-from pyrannc.call.drift import Drift
 from pyrannc.call.lengths import Lengths
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
 from pyrannc.call.stale import StaleAttributes
@@ -252,7 +251,7 @@ class DeployedModel(StateOfModel):
         trainable = [param.requires_grad for param in store.used.values()]
         self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable, spread)
         whole = {name: param for name, param in store.local_params().items() if not store.is_in_parts(name)}
-        self._agreement.drift = Drift(whole, [stage.ranks for stage in PlanFacts.of(deployment.plan).stages])
+        self._agreement.drift.watch(whole, store.holders)
 
     def _give_up_deployment(self) -> None:
         """Like ``undeploy()``, but gradients stay."""

@@ -486,51 +486,71 @@ def batched_gradients(job: Job) -> None:
     torch.autograd.grad(outputs, x, seeds, is_grads_batched=True)
 
 
-def _train(job: Job, change: Callable[[nn.Module], Any] = lambda net: None, factor: float = 1.0) -> None:
+class _Centred(nn.Module):
+    """A loss of rows around their mean, scaled by a parameter that all ranks compute with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = Chain(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        y = self.layers(x)
+        return (self.scale * (y - y.mean(0)) - target).square().mean()
+
+
+def _train(job: Job, net: nn.Module, change: Callable[[], Any] = lambda: None, factor: float = 1.0) -> None:
     """Five steps, with a change of the model or its gradients before each step of the optimizer."""
-    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for batch in job.batches(pairs, 5):
         optimizer.zero_grad()
         (model(*batch) * factor).backward()
-        change(net)
+        change()
         optimizer.step()
 
 
 _SEEDED = "draw from a generator that all ranks seed alike"
 
 
-@refused("MismatchError", "no longer the same", settings=(REPLICAS,), instead=_SEEDED)
+@refused("MismatchError", "are not the same", settings=(REPLICAS,), instead=_SEEDED)
 def noise_by_rank(job: Job) -> None:
     """Each rank adds noise of its own to the gradients; found out some calls later, as are the rows that follow."""
-    drawn = Generator().manual_seed(job.rank)
+    net, drawn = _Centred(), Generator().manual_seed(job.rank)
 
-    def add_noise(net: nn.Module) -> None:
+    def add_noise() -> None:
         for param in net.parameters():
             if param.grad is not None:
                 param.grad.add_(torch.randn(param.shape, generator=drawn, dtype=param.dtype), alpha=0.1)
 
-    _train(job, add_noise)
+    _train(job, net, add_noise)
 
 
-@refused("MismatchError", "no longer the same", settings=(REPLICAS,), instead=_SEEDED)
+@refused("MismatchError", "are not the same", settings=(REPLICAS,), instead=_SEEDED)
 def values_drawn_by_rank(job: Job) -> None:
     """Parameters are initialised anew in training, from generators that the ranks have seeded each in its way."""
+    net = _Centred()
     torch.manual_seed(job.rank)
-    _train(job, lambda net: nn.init.normal_(next(net.parameters())))
+    _train(job, net, lambda: nn.init.normal_(net.layers.head.weight))
 
 
-@refused("MismatchError", "no longer the same", settings=(REPLICAS,), instead="do so on all ranks")
+@refused("MismatchError", "are not the same", settings=ONCE, instead="do so on all ranks")
+def scale_changed_by_one_rank(job: Job) -> None:
+    """One rank changes a parameter that all ranks hold, as one which scales what is computed of all rows."""
+    net = _Centred()
+    _train(job, net, lambda: net.scale.data.add_(0.1 * job.rank))
+
+
+@refused("MismatchError", "are not the same", settings=(REPLICAS,), instead="do so on all ranks")
 def gradients_cleared_by_one_rank(job: Job) -> None:
     """One rank clears its gradients before the step, as after a loss of its own rows that is not finite."""
-    _train(job, lambda net: net.zero_grad(set_to_none=False) if job.rank else None)
+    net = _Centred()
+    _train(job, net, lambda: net.zero_grad(set_to_none=False) if job.rank else None)
 
 
-@refused("MismatchError", "another factor on some ranks", settings=ONCE, instead="give it the same factor on all ranks")
+@refused("MismatchError", "another factor on rank 1", settings=ONCE, instead="give it the same factor on all ranks")
 def loss_weighted_by_rank(job: Job) -> None:
     """Each rank multiplies the loss that the model returns by a weight of its own rows."""
-    _train(job, factor=1.0 + job.rank)
+    _train(job, regression(), factor=1.0 + job.rank)
 
 
 @refused("MismatchError", "number of the wrapped model", settings=ONCE, instead="call them in one order on all ranks")
