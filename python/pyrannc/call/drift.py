@@ -144,8 +144,8 @@ def _refuse_copies(everyone: Sequence[Mapping[str, _Copy]]) -> None:
 def _different(name: str, first: int, other: int, apart: float) -> str:
     return (
         f'ranks {first} and {other} train copies of parameter "{name}" that are not the same (they differ by '
-        f"{apart:.1e} of its norm): the script has changed it or its gradient on one rank alone, or differently on each, "
-        "or they have differed from the start, with sync_params_on_init(False). Draw noise and new values from "
+        f"{apart:.1e} of its norm): the script has changed it or its gradient on one rank alone, or differently on "
+        "each, or they have differed from the start, with sync_params_on_init(False). Draw noise and new values from "
         "generators that are seeded alike, and set, clip and clear gradients alike on all ranks"
     )
 
