@@ -109,7 +109,7 @@ impl Pricing<'_> {
         let grad_bytes = |of: &ByCount<IntervalSums>| bytes(&of[self.sizes.by_count]);
         let kept_bytes = held(Sharding::Gradients).bytes(grad_bytes(&chain.grad_bytes), grad_bytes(&own.grad_bytes));
         // Divided gradients leave one by one, others all in the last backward.
-        let leave_together = at.place.replicas > 1 && sharding < Sharding::Gradients;
+        let leave_together = at.place.fewest() > 1 && sharding < Sharding::Gradients;
         let copies_bytes = if leave_together { bytes(&chain.message_copy_bytes) } else { 0.0 };
         let grads_bytes = kept_bytes + copies_bytes;
         let updated_bytes = held(Sharding::Optimizer).bytes(bytes(&chain.trainable_bytes), bytes(&own.bytes));

@@ -403,6 +403,39 @@ fn many_forced_stages_behind_slow_links_are_searched_to_the_end() {
     assert_eq!(solve(problem, &orders).1.map(|solved| solved.stop), Ok(Stop::Complete));
 }
 
+/// One row on up to four Replicas: they take as long as one, and one alone sums nothing over ranks in a copy.
+#[test]
+fn a_model_that_fits_on_one_replica_alone_is_found() {
+    let work = Work { flops: Poly::affine(1e6, 1e6), launches: 1.0, ..Work::default() };
+    let spec = ChainSpec {
+        blocks: vec![BlockSpec { work: vec![OpWork { forward: work, ..OpWork::default() }], ..BlockSpec::default() }],
+        states: vec![StateSpec {
+            bytes: 2e6,
+            message_bytes: 2e6,
+            accumulated_bytes: 4e6,
+            trainable: true,
+            blocks: vec![0],
+            ..StateSpec::default()
+        }],
+        ..ChainSpec::default()
+    };
+    let cluster = Cluster::preset("cpu", 1, 4).expect("4 devices");
+    let settings = Settings {
+        world_size: 4,
+        may_idle: true,
+        batch_rows: 1,
+        memory_limit_bytes: Some(5_000_000),
+        savers: Savers { offload: true, ..Savers::default() },
+        ..Settings::default()
+    };
+    let chain = Chain::new(spec.clone(), &cluster.kinds);
+    let problem = Problem::new(&chain, &cluster, &[None], &settings);
+    let orders = RankOrder::all(&cluster, 4, None, 64, Deadline::never());
+    let (cases, solved) = solve(problem, &orders);
+    assert!(brute_force(problem, &orders, &cases, &spec, Told::ByFormula).is_some());
+    assert_eq!(solved.map(|solved| solved.stop), Ok(Stop::Complete));
+}
+
 /// The time of the best Plan.
 fn brute_force(
     problem: Problem<'_>,
