@@ -116,6 +116,17 @@ def test_factors_are_compared_though_parameters_are_watched_anew(ranks: Ranks) -
     assert ranks(2).run(_watched_anew_at_each_call) == [3, 3]
 
 
+def _frozen_at_each_call() -> int:
+    param = torch.full((2,), float(pyrannc.get_rank()))
+    drift = _watching(param)
+    watched = {"same": torch.ones(3), "layer.weight": param}
+    return _refused_at(drift, 10, lambda call: drift.watch(watched, dict.fromkeys(watched, (0, 1))))[0]
+
+
+def test_copies_are_compared_though_they_are_watched_anew(ranks: Ranks) -> None:
+    assert ranks(2).run(_frozen_at_each_call) == [3, 3]
+
+
 def _factor(of_rank_1: float) -> int:
     drift = _watching(torch.ones(2))
     drift.note_factor(torch.tensor(of_rank_1 if pyrannc.get_rank() else 0.1))

@@ -40,17 +40,18 @@ class Drift:
         self._factor: Sent | None = None
 
     def watch(self, params: Mapping[str, Tensor], holders: Mapping[str, _Ranks]) -> None:
-        """Takes these for the parameters to compare.
+        """Takes these for the parameters to compare; what was seen of the same ones stays.
 
         Args:
             params: of which this rank has the whole, by first name.
             holders: by first name, all ranks that have it.
         """
-        self._params = {}
+        former, self._params = self._params, {}
         for name, param in params.items():
             if len(holders[name]) > 1 and _has_norm(param):
                 self._params.setdefault(holders[name], {})[name] = param
-        self._norms = {}
+        alike = [ranks for ranks, params in self._params.items() if [*params] == [*former.get(ranks, ())]]
+        self._norms = {ranks: self._norms[ranks] for ranks in alike if ranks in self._norms}
 
     def follow(self) -> None:
         """Compares what an earlier call has begun with, and looks at what this one does. All ranks call it.
