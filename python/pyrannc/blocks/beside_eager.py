@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import save_on_cpu
 from torch.fx.node import map_aggregate, map_arg
 
 from pyrannc.blocks.compiled import SpanCode
@@ -33,7 +35,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def difference(code: SpanCode, device: torch.device) -> str | None:
-    """Runs both on made-up data.
+    """Runs both on made-up data, and so that it hardly takes more memory than the function itself.
 
     Returns:
         What differs by more than rounding, None if nothing does.
@@ -44,12 +46,12 @@ def difference(code: SpanCode, device: torch.device) -> str | None:
     with torch_draws(0, device), torch.enable_grad():
         takes = [_made_up(meta, device) for meta in code.form.takes]
         seeds = [_made_up(code.ends.made[place], device) for place in code.ends.wanted]
-        ours = _outcome(code, takes, seeds, compiled=True)
-        plain = _outcome(code, takes, seeds, compiled=False)
+        ours = _on_host(_outcome(code, takes, seeds, compiled=True))
+        plain = _on_host(_plain_outcome(code, takes, seeds))
         exact = _exact(code, takes, seeds)
         if exact is None:
             with all_digits():
-                exact = _outcome(code, takes, seeds, compiled=False)
+                exact = _plain_outcome(code, takes, seeds)
     return _first_difference(_names(code), ours, plain, exact)
 
 
@@ -100,6 +102,19 @@ def _outcome(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor], *
         for place, grad in zip(ends.differentiated, grads, strict=bool(seeds))
     ]
     return [*(tensor.detach() for tensor in made), *(leaves[place] for place in ends.changed), *found_grads]
+
+
+def _plain_outcome(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
+    """What the function itself makes. Compiled, it may keep much less for its backward, so that there is no room for
+    what it keeps by itself: that lies on the host then."""
+    with suppress(torch.OutOfMemoryError):
+        return _outcome(code, takes, seeds, compiled=False)
+    with save_on_cpu():
+        return _outcome(code, takes, seeds, compiled=False)
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.cpu() for tensor in tensors]
 
 
 def _names(code: SpanCode) -> list[str]:
@@ -218,6 +233,7 @@ class _Apart:
         """Looks at a piece after another: logits in float64 may not fit beside what trains."""
         sums, count, all_finite = torch.zeros(3, dtype=torch.float64), 0, True
         for first, second, third in zip(*map(_pieces, (mine, other, reference)), strict=True):
+            first, second = first.to(third.device), second.to(third.device)
             finite = second.isfinite()
             all_finite &= bool(first[finite].isfinite().all())
             finite &= first.isfinite() & third.isfinite()
