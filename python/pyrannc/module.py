@@ -238,7 +238,12 @@ class RaNNCModule(DeployedModel):
         deployment.sync_buffers(variant, program)
         if self._config.verify_partitioning and not self._proven and program.call != "forward":
             self._prove(deployment, variant, program, call)
-        options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
+        averaged = [] if self._user_optimizer is None else self._user_optimizer.everywhere()
+        options = StepOptions(
+            reduce=not switches().delay_grad_allreduce,
+            keep_graph=switches().keep_graph,
+            averaged=frozenset(map(id, averaged)),
+        )
         before = self._before_backward(deployment, variant, call)
         with no_autocast():
             context = deployment.prepare(variant, program)

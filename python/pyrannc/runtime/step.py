@@ -41,10 +41,12 @@ class StepOptions:
     Attributes:
         reduce: sum gradients over ranks, where the backward runs inside of the call.
         keep_graph: backward may be called again, however it was called.
+        averaged: ids of tensors outside of the model whose gradients the ranks average.
     """
 
     reduce: bool
     keep_graph: bool
+    averaged: Set[int] = frozenset()
 
 
 class Step:
@@ -100,8 +102,10 @@ class Step:
         self._summed = False
         self._active: frozenset[str] = frozenset()
         self._made = _made(context.parts.outputs)
-        self._givers = giving_weights(self._inputs, program)
         self._weights = Weights(context.facts, program, self._made, variant.joins, context.device)
+        self._givers = giving_weights(
+            self._inputs, context.facts, program, self._weights.of_local_batch, options.averaged
+        )
         self.gives = Giving(program.call == "whole", program.gather_inputs, self._weights.of_local_batch)
         context.randomness.begin(key)
         marks = context.timing.begin(program)
@@ -253,7 +257,7 @@ class Step:
         self._summed = self._summed or sum_now
 
     def _for_giver(self, value: int, grad: Tensor | None) -> Tensor | None:
-        """Of an input that another call has made, the gradient of that call's local loss, which it gives a weight."""
+        """Of an input whose maker gives gradients a weight, the gradient of the local loss."""
         weight = self._givers.get(value)
         return grad if grad is None or not weight else grad / weight
 
