@@ -21,7 +21,7 @@ from pyrannc.capture import (
     trace,
 )
 from pyrannc.capture.row_lists import has_row_lists
-from pyrannc.errors import MismatchError
+from pyrannc.errors import CaptureError, MismatchError
 from pyrannc.job import agree
 
 
@@ -61,6 +61,11 @@ def capture_alike(
                 tracing=tracing,
             )
         except PartOfBatchError:
+            return None
+        except CaptureError:
+            # Made-up rows may be none that the model can be tried with, such as sequences without a length.
+            if sample.rows:
+                raise
             return None
         return captured, Graph.from_json(captured.graph_json)
 

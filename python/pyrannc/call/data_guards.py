@@ -42,7 +42,8 @@ class Answers:
             asked, it = (f"buffer {names}", "it") if names else ("the batch", "this batch")
             raise InputError(
                 f"{assumption.where} asks {asked} for {assumption.expr}, and {it} gives another answer "
-                f"than {assumption.value}, with which the model was captured; {_OF_BUFFER if names else _OF_BATCH}"
+                f"than {assumption.value}, with which the model was captured; "
+                f"{assumption.advice or (_OF_BUFFER if names else _OF_BATCH)}"
             )
 
     def others(self) -> Iterator[tuple[Assumption, Question]]:

@@ -68,6 +68,8 @@ class Assumption:
     """None when other than inputs and buffers decides."""
     answer: Any = field(default=None, compare=False, repr=False)
     """What ``value`` is the text of."""
+    advice: str = ""
+    """What to do where a later call has another answer, if that is not what helps with others."""
 
     @property
     def decides(self) -> bool:

@@ -348,7 +348,8 @@ class Oracle:
             read = _reader(node, symbol)
             if read is not None:
                 return node, read
-        raise CaptureError(f"{self._tracker.here()} asks for {symbol}, whose origin is not in the captured graph")
+        here, cause = self._tracker.here(), f"it asks for {symbol}, a size that no operator of the captured graph makes"
+        raise UntraceableError(f"{here}: {cause}", here, cause)
 
     def _is_number(self, symbol: sympy.Basic) -> bool:
         """True for what is read from a tensor, be it an extent of others too; False for what is an extent alone."""

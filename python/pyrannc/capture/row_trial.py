@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,21 @@ _LIGHT_BYTES = 32 << 20
 """Of that, with which no more rows than the batch has are too many to try."""
 MOST_BYTES_INSIDE = 4 << 30
 """Of all that a call makes inside, much of which is kept for its gradients."""
-Law = tuple[float, float]
-LAWS: tuple[Law, ...] = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0), (10.0, 0.0), (0.1, 0.0))
-"""Spread and mean of what is drawn, for what depends on a sign or a size."""
+
+
+class _Law(NamedTuple):
+    """How contents are drawn: floats of this spread and mean, integers this one or the next."""
+
+    spread: float
+    mean: float
+    integer: int = 0
+
+
+_LAWS = (_Law(1.0, 0.0), _Law(1.0, 1.0), _Law(1.0, -1.0), _Law(10.0, 0.0), _Law(0.1, 0.0))
+"""For what depends on a sign or a size."""
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FIRST_INTEGERS = (0, 1)
+"""The second where nothing can be tried with the first: no sequence has a length of 0."""
 _RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
 _TYPICAL = 0.2
 """Share of what one element may differ by that all of them may, by root mean square: few roundings are so large."""
@@ -121,18 +133,26 @@ def _rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch
     # Rows that have sizes are few and large.
     least = max(2 * FEW, rows)
     many = least if _has_chosen(operands) else max(MANY, rows)
-    # An index out of bounds is an error on the host, on a GPU it ends the process.
-    for place in (torch.device("cpu"), device):
-        if place.type == "cpu" or torch.cuda.is_available():
-            try:
-                if not _has_chosen(operands) and _holds_for_parts(call, operands, place):
-                    # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
-                    return _holds(call, operands, place, many, least, LAWS[:1])
-                return _holds(call, operands, place, many, least)
-            except Exception as error:  # whatever the user's code raises: it cannot be tried there
-                if _ends_a_gpu(error):
-                    return 0
+    for integer in _FIRST_INTEGERS if _has_integers(operands) else _FIRST_INTEGERS[:1]:
+        laws = [law._replace(integer=integer) for law in _LAWS]
+        # An index out of bounds is an error on the host, on a GPU it ends the process.
+        for place in (torch.device("cpu"), device):
+            if place.type == "cpu" or torch.cuda.is_available():
+                try:
+                    if not _has_chosen(operands) and _holds_for_parts(call, operands, place, laws):
+                        # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
+                        return _holds(call, operands, place, many, least, laws[:1])
+                    return _holds(call, operands, place, many, least, laws)
+                except Exception as error:  # whatever the user's code raises: it cannot be tried there
+                    if _ends_a_gpu(error):
+                        break
     return 0
+
+
+def _has_integers(operands: Sequence[Any]) -> bool:
+    """True where trials make integers up."""
+    tensors = [operand for operand in operands if isinstance(operand, tuple) and not isinstance(operand, Dim)]
+    return any(not stays and tensor.dtype in _INTEGERS for tensor, _, stays in tensors)
 
 
 def _ends_a_gpu(error: Exception) -> bool:
@@ -141,7 +161,9 @@ def _ends_a_gpu(error: Exception) -> bool:
     return isinstance(error, IndexError) or any(said in text for said in _SAID_OF_CONTENTS)
 
 
-def _holds_for_parts(call: Callable[..., Any], operands: Sequence[Any], device: torch.device) -> bool:
+def _holds_for_parts(
+    call: Callable[..., Any], operands: Sequence[Any], device: torch.device, laws: Sequence[_Law]
+) -> bool:
     """True for what treats even each token of each row by itself, which takes far fewer of them to try."""
     dims = [dim for operand in operands for dim in _dims_of(operand) if dim is not None and dim.per_row]
     parts = math.gcd(*(dim.per_row for dim in dims))
@@ -160,7 +182,7 @@ def _holds_for_parts(call: Callable[..., Any], operands: Sequence[Any], device: 
         for operand in operands
     ]
     try:
-        return _holds(call, made, device, MANY, MANY) > 0
+        return _holds(call, made, device, MANY, MANY, laws) > 0
     except Exception:  # as of a view with the row's own extents
         return False
 
@@ -186,18 +208,18 @@ def _holds(
     device: torch.device,
     many: int,
     least: int,
-    laws: Sequence[Law] = LAWS,
+    laws: Sequence[_Law],
 ) -> int:
     """With how many rows it holds for all laws, ``least`` where ``many`` take long; 0: it does not."""
     with torch_draws(0, device), torch.enable_grad(), all_digits():
         seen, shown = _Seen(), many
-        for law in enumerate(laws):
-            trial, start = _Trial(call, operands, FEW, device, seen, *law), time.monotonic()
+        for number, law in enumerate(laws):
+            trial, start = _Trial(call, operands, FEW, device, seen, number, law), time.monotonic()
             if not trial.holds_in_time():
                 return 0
             wanted = many if trial.is_light_at(many) else least
             fitting = min(wanted, trial.most_rows, max(MANY, _rows_in_time(time.monotonic() - start, laws)))
-            if fitting > FEW and not _Trial(call, operands, fitting, device, seen, *law).holds_in_time():
+            if fitting > FEW and not _Trial(call, operands, fitting, device, seen, number, law).holds_in_time():
                 return 0
             shown = min(shown, max(fitting, FEW))
         return shown
@@ -207,7 +229,7 @@ def _in_time() -> bool:
     return time.monotonic() < _end_s[-1]
 
 
-def _rows_in_time(spent: float, laws: Sequence[Law]) -> int:
+def _rows_in_time(spent: float, laws: Sequence[_Law]) -> int:
     """For how many rows there is time, after so many seconds for :data:`FEW`; half of it is left over."""
     left = (_end_s[-1] - time.monotonic()) / (2 * len(laws))
     return sys.maxsize if math.isinf(left) else int(FEW * left / max(spent, 1e-9))
@@ -266,7 +288,7 @@ class _Trial:
         device: torch.device,
         seen: _Seen,
         number: int,
-        law: Law,
+        law: _Law,
     ) -> None:
         self._call = call
         self._device = device
@@ -298,7 +320,7 @@ class _Trial:
             else:
                 keep = stays and not tensor.is_meta
                 own = [dim.fixed for dim in dims]
-                fixed = tensor.detach().to(device, copy=True) if keep else _random(tensor, own, device, *self._law)
+                fixed = tensor.detach().to(device, copy=True) if keep else _random(tensor, own, device, self._law)
                 self._fixed[place] = fixed.requires_grad_(tensor.requires_grad and fixed.is_floating_point())
         if not self._rows:
             raise ValueError("it has no rows")
@@ -318,7 +340,7 @@ class _Trial:
     def _batch(self, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
         if dims[0].per_row < 1 or dims[0].fixed or any(dim.per_row for dim in dims[1:]):
             raise ValueError("rows are not in dimension 0 alone")
-        return _random(tensor, [dim.at(self.rows) for dim in dims], self._device, *self._law)
+        return _random(tensor, [dim.at(self.rows) for dim in dims], self._device, self._law)
 
     def _chosen(self, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
         """Rows of a tensor, of all such tensors the same ones."""
@@ -451,10 +473,13 @@ def _bytes_at(rows: int, operands: Sequence[Any]) -> int:
     )
 
 
-def _random(like: Tensor, shape: Sequence[int], device: torch.device, spread: float, mean: float) -> Tensor:
+def _random(like: Tensor, shape: Sequence[int], device: torch.device, law: _Law) -> Tensor:
     if like.dtype.is_floating_point or like.dtype.is_complex:
-        return torch.randn(list(shape), dtype=like.dtype, device=device) * spread + mean
-    return torch.randint(0, 2, list(shape), device=device).to(like.dtype)
+        return torch.randn(list(shape), dtype=like.dtype, device=device) * law.spread + law.mean
+    first = 0 if like.dtype is torch.bool else law.integer
+    made = torch.randint(first, first + 2, list(shape), device=device).to(like.dtype)
+    # Lengths may have to be sorted, the longest first.
+    return made.sort(descending=True).values if first and made.dim() == 1 else made
 
 
 def _leaf(tensor: Tensor) -> Tensor:

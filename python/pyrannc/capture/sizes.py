@@ -11,6 +11,13 @@ from torch import Tensor
 from .assumptions import Assumption, Question
 from .source import Place
 
+_SHOWN = 4
+_ADVICE = (
+    "few integers of each row are taken for sizes, as of images, which were tried as the first batch had them: bring "
+    "rows of those sizes alone; and what is as long as the longest of the rows at hand needs a length of its own "
+    "(pad_packed_sequence: total_length)"
+)
+
 
 def known_sizes(inputs: Sequence[Tensor], per_row: Mapping[int, int], where: Place) -> Assumption:
     """That each row of some inputs is one of those that stand there now.
@@ -27,8 +34,8 @@ def known_sizes(inputs: Sequence[Tensor], per_row: Mapping[int, int], where: Pla
         return [(rows.unsqueeze(1) == kinds.to(rows.device)).all(-1).any(1).all()]
 
     question = Question(ask, lambda numbers: bool(numbers[0]), frozenset(per_row))
-    told = ", ".join(map(str, kinds.tolist()))
-    return Assumption("sizes for each row", f"some of {told}", where, question=question, answer=True)
+    told = ", ".join([*map(str, kinds[:_SHOWN].tolist()), *["..."] * (len(kinds) > _SHOWN)])
+    return Assumption("sizes for each row", f"some of {told}", where, question=question, answer=True, advice=_ADVICE)
 
 
 def _by_row(tensors: Sequence[Tensor], per_row: Mapping[int, int]) -> Tensor:

@@ -185,7 +185,10 @@ class WholeModules:
             path = path.rpartition(".")[0]
         # Who allows the whole model to be one part may have batches of many forms.
         found += [Part("")] if self.allow_uncut else _around(model) * has_own_forward(model)
-        return [part for part in found if not any(is_inside(part, outer) for outer in known)]
+        found = [part for part in found if not any(is_inside(part, outer) for outer in known)]
+        # What fails may be what the rest stays whole around.
+        left_out = [part for part in known if part.around and _is_below(error.place.module, _inner(part))]
+        return found or next((self._wider.get(part.text, []) for part in left_out), [])
 
 
 def _outside(kept: KeptWhole, outer: Sequence[Part]) -> KeptWhole:
@@ -198,11 +201,15 @@ def is_inside(part: Part, outer: Part) -> bool:
     if part == outer or outer == Part(""):
         return True
     if outer.around:
-        inner = f"{outer.path}.{outer.around}".lstrip(".")
-        return not part.function and _is_below(part.path, outer.path) and not _is_below(part.path, inner)
+        return not part.function and _is_below(part.path, outer.path) and not _is_below(part.path, _inner(outer))
     if part.function or outer.function or outer.method:
         return False
     return _is_below(part.path, outer.path)
+
+
+def _inner(part: Part) -> str:
+    """The path of the sub-module that a part stays whole around."""
+    return f"{part.path}.{part.around}".lstrip(".")
 
 
 def _is_below(path: str, outer: str) -> bool:
@@ -226,7 +233,7 @@ def has_own_forward(module: nn.Module) -> bool:
 def _share(model: nn.Module, parts: Sequence[Part]) -> float:
     """Of the model's parameters, by elements; methods and functions have none."""
     if any(part.around for part in parts):
-        return 1.0 - _share(model, [Part(f"{part.path}.{part.around}".lstrip(".")) for part in parts])
+        return 1.0 - _share(model, [Part(_inner(part)) for part in parts])
     modules = [model.get_submodule(part.path) for part in parts if not part.method and not part.function]
     return _elements(modules) / max(1, _elements([model]))
 

@@ -21,6 +21,8 @@ from tests.contract.job import Job
 from tests.contract.settings import ONCE, STAGES, TOGETHER, Setting
 from tests.contract.training import (
     CLASSES,
+    TOKENS,
+    VOCABULARY,
     WIDTH,
     Chain,
     OnPositive,
@@ -374,6 +376,59 @@ class _Sequences(nn.Module):
 def packed_sequences(job: Job) -> None:
     """A sub-module packs sequences of different lengths (`pack_padded_sequence`) for a recurrent layer."""
     fit(job, _Sequences(), padded)
+
+
+class _Recurrent(nn.Module):
+    """Classifies sequences of different lengths, which its own forward packs."""
+
+    def __init__(self, net: nn.Module, *, pools: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.net, self.head, self.pools = nn.Embedding(VOCABULARY, WIDTH), net, Chain(1, CLASSES), pools
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        outputs, last = self.net(packed)
+        if self.pools:
+            return self.head(pad_packed_sequence(outputs, batch_first=True)[0].mean(1))  # type: ignore[no-any-return]
+        return self.head(last[-1] if isinstance(last, Tensor) else last[0][-1])  # type: ignore[no-any-return]
+
+
+def _sequences(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = torch.randint(0, VOCABULARY, (rows, TOKENS), generator=generator)
+    lengths = torch.randint(2, TOKENS + 1, (rows,), generator=generator)
+    return tokens, lengths, torch.randint(0, CLASSES, (rows,), generator=generator)
+
+
+def _classify(job: Job, net: nn.Module, *, equally_long: bool = False, **options: Any) -> None:
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer, batch_arguments=["tokens", "lengths"], **options)
+    for step, (tokens, lengths, labels) in enumerate(job.batches(_sequences)):
+        optimizer.zero_grad()
+        outputs = model(tokens, torch.full_like(lengths, TOKENS) if equally_long and step == 0 else lengths)
+        job.rows("outputs", outputs)
+        F.cross_entropy(outputs, labels).backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+@warned("but for its sub-module 'embedding'", instead="what comes after the sub-module stays whole round it")
+def packed_sequences_in_the_model_itself(job: Job) -> None:
+    """The model's own forward packs the embeddings of sequences of different lengths for an LSTM."""
+    _classify(job, _Recurrent(nn.LSTM(WIDTH, WIDTH, batch_first=True)))
+
+
+@warned("The whole model", "tested, not proven", settings=_ONE_STAGE, instead="each rank computes its own rows")
+def packed_sequences_uncut(job: Job) -> None:
+    """The same with a GRU and `RaNNCModule(..., allow_uncut=True)`; sequences of the first batch have one length."""
+    _classify(job, _Recurrent(nn.GRU(WIDTH, WIDTH, 4, batch_first=True)), equally_long=True, allow_uncut=True)
+
+
+@refused("InputError", "total_length", settings=_ONE_STAGE, instead="`pad_packed_sequence(..., total_length=...)`")
+def pooling_over_the_longest_sequence_at_hand(job: Job) -> None:
+    """As above, and the mean is over as many tokens as the longest row of the batch has."""
+    net = _Recurrent(nn.GRU(WIDTH, WIDTH, 4, batch_first=True), pools=True)
+    _classify(job, net, equally_long=True, allow_uncut=True)
 
 
 class _Counting(nn.Module):
