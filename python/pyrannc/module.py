@@ -250,6 +250,7 @@ class RaNNCModule(DeployedModel):
             step = Step(
                 context, program, call.tensors, call.drawn, variant, options, call.batch, before, deployment.recordings
             )
+            deployment.share_buffers(variant)
         return variant.whole.captured, step.results()
 
     def _set_limits(self, variant: Variant) -> None:
@@ -404,6 +405,8 @@ class RaNNCModule(DeployedModel):
             self._give_up_deployment()
             self._stale.mark(variant)
             return False
+        if deployment.hold_buffers(variant):
+            self._guard_params(deployment)
         return True
 
 

@@ -16,6 +16,7 @@ _SECTIONS = {
     "models": "Models",
     "loops": "Training loops",
     "optimizers": "Optimizers",
+    "beside": "Beside the model",
     "precision": "Mixed precision",
     "changes": "Changes between calls",
     "attributes": "What is kept in Python",

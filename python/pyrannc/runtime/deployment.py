@@ -312,17 +312,29 @@ class Deployment:
         )
 
     def refuse_unheld(self, variant: Variant) -> None:
-        """Raises PlanError when every rank must hold something for a captured call, and not all do."""
+        """Raises PlanError when every rank must hold something for a captured call, and not all can."""
         added = self.added_buffers(variant)
         if added:
             raise PlanError(f'this call uses buffer "{added[0]}", which the model did not have when it was deployed')
-        everyone = tuple(range(process.get_world_size()))
-        for name in variant.names_in_tail:
-            if self.store.holders.get(name) != everyone or self.store.is_in_parts(name):
+        for name in self._unheld(variant):
+            if name in self.store.params:
                 raise PlanError(
                     f'this call uses "{name}" together with all rows of the batch, which the call that the plan was '
                     "made for did not, so not every rank holds it"
                 )
+
+    def hold_buffers(self, variant: Variant) -> bool:
+        """Gives every rank the buffers that it must hold for a captured call; True if there were any. All ranks call
+        it."""
+        names = self._unheld(variant)
+        for name in names:
+            self.store.hold_everywhere(name)
+        return bool(names)
+
+    def _unheld(self, variant: Variant) -> list[str]:
+        """What every rank must hold for a captured call, and some do not, or in parts."""
+        everyone, store = tuple(range(process.get_world_size())), self.store
+        return [n for n in variant.names_in_tail if store.holders.get(n) != everyone or store.is_in_parts(n)]
 
     def added_buffers(self, variant: Variant) -> list[str]:
         """First names of the buffers of a captured call that the model did not have when it was deployed."""
@@ -359,6 +371,15 @@ class Deployment:
         idle = max(program.microbatches) < len(ranks)
         missed = {buffer.name for buffer in changed} - own if idle else set()
         self.store.sync_buffers(own, missed, ranks, self._groups.of(ranks))
+
+    def share_buffers(self, variant: Variant) -> None:
+        """Gives the buffers that a Stage changes in a captured call to the other ranks that hold them. All ranks call
+        it after the call."""
+        facts, holders = variant.facts, self.store.holders
+        for ranks, part in zip(self._stage_ranks, variant.parts.stages, strict=True):
+            for name in sorted(facts.buffers[buffer].name for buffer in part.mutated_buffers):
+                if not set(holders[name]) <= set(ranks):
+                    self.store.share_buffer(name, ranks[0], self._groups.of(holders[name]))
 
     def bring_back(self) -> None:
         """Gives every rank the whole model, on the host, and destroys the communicators. All ranks call it."""

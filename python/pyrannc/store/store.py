@@ -268,6 +268,21 @@ class ParamStore:
         self._own_buffers = own | missed
 
     @torch.no_grad()
+    def hold_everywhere(self, name: str) -> None:
+        """Gives a buffer to all ranks, which hold it from now on. All ranks call it."""
+        buffer = self.buffers[name]
+        contents = self.full(name, buffer).to(self._device)
+        if not self.is_local(name):
+            bring_here(buffer, contents)
+        self.holders = {**self.holders, name: tuple(range(process.get_world_size()))}
+
+    @torch.no_grad()
+    def share_buffer(self, name: str, owner: int, group: Group | None) -> None:
+        """Gives a buffer of one rank to the others of a group, which are all that hold it."""
+        if self.is_local(name):
+            give_to_others(self.buffers[name], owner, group)
+
+    @torch.no_grad()
     def make_whole(self) -> None:
         """Gives every Replica the parameters of its Stage whole, without gradients. All ranks call it."""
         for name, param in self.params.items():

@@ -4,6 +4,7 @@ from tests.contract.habit import HABITS
 
 from . import (  # noqa: F401  # the order of the document
     attributes,
+    beside,
     calls,
     chance,
     changes,

@@ -510,6 +510,43 @@ def evaluated_with_running_statistics(job: Job) -> None:
     _train_and_evaluate(job, _Images(), _images)
 
 
+class _Ramped(nn.Module):
+    """A term over all rows gets a weight that grows with each training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.steps: Tensor
+        self.layers = Chain()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        y = self.layers(x)
+        return F.mse_loss(y, target) + torch.clamp(self.steps / 4, max=1.0) * y.square().mean().sqrt()
+
+
+@equal()
+def evaluated_with_a_counter_of_steps(job: Job) -> None:
+    """Training counts its steps in a buffer, by which both weight a term over all rows of the batch."""
+    _train_and_evaluate(job, _Ramped(), pairs)
+
+
+@equal()
+def counter_of_steps_after_an_evaluation(job: Job) -> None:
+    """The same, and an evaluation comes first."""
+    net = _Ramped()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(3):
+        model.eval()
+        with torch.no_grad():
+            job.same("evaluation", model(*job.batch(pairs, 9 + step)))
+        model.train()
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
 @refused("PlanError", "no gradients for", "no_grad", settings=ONCE, instead="evaluate under `torch.no_grad()`")
 def gradients_with_a_running_mean(job: Job) -> None:
     """As the first of them, but evaluation records gradients."""
