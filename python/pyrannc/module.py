@@ -136,6 +136,8 @@ class RaNNCModule(DeployedModel):
             "row_wise_modules": row_wise_modules,
             "outputs": outputs,
         }
+        if isinstance(model, RaNNCModule):
+            raise RaNNCError("the model is a RaNNCModule already: wrap the module that it shows, once (model.model)")
         super().__init__(unwrapped(model), options)
         if row_mixing not in get_args(RowMixing):
             raise RaNNCError(f'row_mixing is "batch" or "microbatch", not {row_mixing!r}')

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 import pyrannc
+from pyrannc.call import drift
 from pyrannc.call.drift import Drift
 from pyrannc.call.sent import Sent
 from tests.ranks import RankPool
@@ -154,3 +157,36 @@ def _with_another_default_device() -> list[float]:
 
 def test_numbers_arrive_on_the_host_whatever_the_default_device() -> None:
     assert _with_another_default_device() == [1.0, 1.0]
+
+
+def _trained_beside(seeded_by_rank: bool, several: bool) -> list[str]:
+    """What is told of a layer behind the model, trained by an optimizer of its own."""
+    rank = pyrannc.get_rank()
+    torch.manual_seed(0)
+    body, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    # Ranks need not have the same ones.
+    spare = [nn.Linear(3, 2 + rank) for _ in range(1 + rank)] if several else []
+    kept = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in spare]
+    own = torch.optim.SGD(body.parameters(), lr=0.1)
+    others = torch.optim.Adam(head.parameters(), lr=0.1)
+    model = pyrannc.RaNNCModule(body, own)
+    torch.manual_seed(rank if seeded_by_rank else 0)
+    with patch.object(drift._log, "warning") as told:
+        for _ in range(14):
+            head(model(torch.randn(3, 4))).square().mean().backward()
+            for layer in spare:
+                layer(torch.ones(3)).sum().backward()
+            for optimizer in (own, others, *kept):
+                optimizer.step()
+                optimizer.zero_grad()
+    return [text for text in map(str, told.call_args_list) if "was not given" in text]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_layers_beside_the_model_that_ranks_train_apart_are_told_of_once(several: bool, ranks: Ranks) -> None:
+    first, other = ranks(2).run(_trained_beside, True, several, env={"RANNC_PROFILE": "never"})
+    assert (len(first), other) == (1, [])
+
+
+def test_layers_beside_the_model_that_stay_alike_are_let_be(ranks: Ranks) -> None:
+    assert ranks(2).run(_trained_beside, False, True, env={"RANNC_PROFILE": "never"}) == [[], []]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pyrannc.call.equal import digest
 from pyrannc.call.sent import Sent
 from pyrannc.capture.torch_internals.gradients import norm_of_each
 from pyrannc.errors import MismatchError
 from pyrannc.job import agree, process
+from pyrannc.log import get_logger
 
+_log = get_logger("RaNNCModule")
 _LATER = 2
 """Calls after which a device has long come to what it was asked for."""
 _APART = 100
@@ -23,6 +27,8 @@ _ROUNDINGS, _MOST = 100, 0.01
 """By how many roundings, and by which share at most, copies may differ: each kind of device rounds its way."""
 
 _Ranks = tuple[int, ...]
+_OTHERS: _Ranks = ()
+"""In the place of ranks: what is no model's, which every rank may have."""
 
 
 class Drift:
@@ -38,6 +44,11 @@ class Drift:
         self._compare_at = 0
         self._norms: dict[_Ranks, Sent] = {}
         self._factor: Sent | None = None
+        self._others: list[weakref.ref[Optimizer]] = []
+
+    def watch_other(self, optimizer: Optimizer) -> None:
+        """Tells of the parameters of an optimizer that has none of a wrapped model's, should ranks train them apart."""
+        self._others.append(weakref.ref(optimizer))
 
     def watch(self, params: Mapping[str, Tensor], holders: Mapping[str, _Ranks]) -> None:
         """Takes these for the parameters to compare; what was seen of the same ones stays.
@@ -76,8 +87,22 @@ class Drift:
 
     @torch.no_grad()
     def _look(self) -> None:
-        groups = self._params.items()
-        self._norms = {ranks: Sent(torch.stack(norm_of_each([*params.values()]))) for ranks, params in groups}
+        groups = {**self._params, _OTHERS: self._of_others()}
+        self._norms = {
+            ranks: Sent(torch.stack(norm_of_each([*params.values()]))) for ranks, params in groups.items() if params
+        }
+
+    def _of_others(self) -> dict[str, Tensor]:
+        """Parameters on this rank's device, by their place and form."""
+        if not self._others:
+            return {}
+        device, alive = process.own_device(), [(place, ref()) for place, ref in enumerate(self._others)]
+        return {
+            f"{place}.{number} {tuple(param.shape)}": param
+            for place, optimizer in alive
+            for number, param in enumerate([] if optimizer is None else _listed(optimizer))
+            if isinstance(param, nn.Parameter) and param.device == device and _has_norm(param) and param.numel()
+        }
 
     def _compare(self) -> None:
         norms, factor = self._norms, self._factor
@@ -90,14 +115,18 @@ class Drift:
         differ = {ranks for own, _ in everyone for ranks in own if known.setdefault(ranks, own[ranks]) != own[ranks]}
         if differ:
             # They may be alike again by now, and what ranks round is let pass.
-            _refuse_copies(agree.gather_objects(agree.together(lambda: self._copies(differ))))
+            _refuse_copies(agree.gather_objects(agree.together(lambda: self._copies(differ - {_OTHERS}))))
+        if _OTHERS in differ:
+            found = agree.gather_objects(agree.together(lambda: _copies_of(self._of_others())))
+            if _first_apart(found) is not None:
+                self._others.clear()
+                if process.get_rank() == 0:
+                    _log.warning("%s", _TRAINED_APART)
 
     @torch.no_grad()
     def _copies(self, groups: set[_Ranks]) -> dict[str, _Copy]:
         """The parameters as they are now; waits for the device."""
-        params = {name: param for ranks in groups for name, param in self._params.get(ranks, {}).items()}
-        found = zip(params.items(), norm_of_each([*params.values()]), strict=True)
-        return {name: _Copy(float(norm), _sum(param), _tolerated(param.dtype)) for (name, param), norm in found}
+        return _copies_of({name: param for ranks in groups for name, param in self._params.get(ranks, {}).items()})
 
 
 @dataclass(frozen=True)
@@ -132,14 +161,36 @@ class _Copy:
         return worst / self.norm if 0 < self.norm < math.inf else math.inf
 
 
-def _refuse_copies(everyone: Sequence[Mapping[str, _Copy]]) -> None:
+@torch.no_grad()
+def _copies_of(params: Mapping[str, Tensor]) -> dict[str, _Copy]:
+    found = zip(params.items(), norm_of_each([*params.values()]), strict=True)
+    return {name: _Copy(float(norm), _sum(param), _tolerated(param.dtype)) for (name, param), norm in found}
+
+
+def _first_apart(everyone: Sequence[Mapping[str, _Copy]]) -> tuple[str, int, int, float] | None:
+    """Which copies differ, by more than rounding: their name, two ranks that have them, and by how much."""
     first: dict[str, int] = {}
     for rank, copies in enumerate(everyone):
         for name, copy in copies.items():
             other = first.setdefault(name, rank)
             apart = everyone[other][name].apart(copy)
             if apart > copy.tolerated:
-                raise MismatchError(_different(name, other, rank, apart))
+                return name, other, rank, apart
+    return None
+
+
+def _refuse_copies(everyone: Sequence[Mapping[str, _Copy]]) -> None:
+    found = _first_apart(everyone)
+    if found is not None:
+        raise MismatchError(_different(*found))
+
+
+_TRAINED_APART = (
+    "an optimizer that RaNNCModule was not given trains parameters that are no longer the same on all ranks, each rank "
+    "by the gradients of its own rows, as those of layers beside the model. Give RaNNCModule one optimizer that has "
+    "them and the model's, in groups of their own (their gradients are averaged then), or average their gradients "
+    "over ranks before its step; nothing is wrong if each rank is meant to have its own"
+)
 
 
 def _different(name: str, first: int, other: int, apart: float) -> str:
@@ -171,6 +222,10 @@ def _difference(first: float, other: float) -> float:
         return 0.0
     difference = abs(first - other)
     return difference if math.isfinite(difference) else math.inf
+
+
+def _listed(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _has_norm(param: Tensor) -> bool:

@@ -552,9 +552,12 @@ class BatchShapeEnv(ShapeQuestions):
         Raises:
             UntraceableError: it fixes the batch size.
         """
-        if any(map(self.is_fixed, self.lengths)):
+        # Torch learns nothing of a symbol from a number such as half of it, rounded.
+        number_of = expr.free_symbols if isinstance(expr, sympy.Expr) else set()
+        if number_of & self.lengths or any(map(self.is_fixed, self.lengths)):
             self._note_length()
-        if self.batch_symbol is None or not self.is_fixed(self.batch_symbol):
+        batch = self.batch_symbol
+        if batch is None or (batch not in number_of and not self.is_fixed(batch)):
             return
         place = self.tracker.here() if self.tracker is not None else Place("")
         cause = (

@@ -150,7 +150,7 @@ class DeployedModel(StateOfModel):
         agree.together(lambda: note_deployed(store, self._user_optimizer))
         if self._user_optimizer is not None:
             self._user_optimizer.narrow(store)
-        self._later = LaterOptimizers(store, self.optimizer)
+        self._later = LaterOptimizers(store, self.optimizer, self._agreement.drift.watch_other)
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
             save_if_asked(plan, self._config)

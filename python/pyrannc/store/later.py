@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,13 +27,17 @@ class LaterOptimizers:
     Args:
         store: of the deployed model.
         known: the optimizer that is narrowed already.
+        see_other: is given those that have no parameters of a wrapped model.
     """
 
-    def __init__(self, store: ParamStore, known: Optimizer | None) -> None:
+    def __init__(
+        self, store: ParamStore, known: Optimizer | None, see_other: Callable[[Optimizer], None] = lambda _: None
+    ) -> None:
         self._store = store
         self._params = set(map(id, store.params.values()))
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet([known] if known is not None else [])
         self._narrowed: list[weakref.ref[UserOptimizer]] = []
+        self._see_other = see_other
         _watch_steps()
         _watching.add(self)
 
@@ -40,7 +45,7 @@ class LaterOptimizers:
         """Narrows an optimizer that is about to step, if it has parameters of the model."""
         if optimizer in self._seen:
             return
-        lists_own = any(id(param) in self._params for group in optimizer.param_groups for param in group["params"])
+        lists_own = self._has_some_of(optimizer)
         if lists_own:
             self._refuse_inside_backward(optimizer)
         self._seen.add(optimizer)
@@ -50,6 +55,11 @@ class LaterOptimizers:
                 found.narrow(self._store)
             # The optimizer keeps it alive.
             self._narrowed.append(weakref.ref(found))
+        elif not UserOptimizer.is_one_of(optimizer) and not any(other._has_some_of(optimizer) for other in _watching):
+            self._see_other(optimizer)
+
+    def _has_some_of(self, optimizer: Optimizer) -> bool:
+        return any(id(param) in self._params for group in optimizer.param_groups for param in group["params"])
 
     def _refuse_inside_backward(self, optimizer: Optimizer) -> None:
         """Raises where only some ranks come to a step: a hook runs where its parameter is."""

@@ -46,8 +46,18 @@ class UserOptimizer:
     @classmethod
     def of(cls, optimizer: Optimizer) -> UserOptimizer:
         """The one of an optimizer, which several models may share."""
+        made = cls._of_known(optimizer)
+        return cls(optimizer) if made is None else made
+
+    @classmethod
+    def is_one_of(cls, optimizer: Optimizer) -> bool:
+        """True for the optimizer of a wrapped model."""
+        return cls._of_known(optimizer) is not None
+
+    @classmethod
+    def _of_known(cls, optimizer: Optimizer) -> UserOptimizer | None:
         made = getattr(getattr(optimizer, "__dict__", {}).get("state_dict"), "__self__", None)
-        return made if isinstance(made, cls) else cls(optimizer)
+        return made if isinstance(made, cls) else None
 
     def __init__(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, Optimizer):

@@ -45,6 +45,12 @@ def wrapped_in_ddp(job: Job) -> None:
     job.wrap(net)(*job.batch(pairs))
 
 
+@refused("RaNNCError", "already", instead="wrap it once")
+def wrapped_twice(job: Job) -> None:
+    """The model is a `RaNNCModule` already."""
+    job.wrap(job.wrap(Returns(Chain(), F.mse_loss)))
+
+
 @equal()
 def inference_mode_first(job: Job) -> None:
     """The first call is under `torch.inference_mode()`; training follows."""
