@@ -552,12 +552,11 @@ class BatchShapeEnv(ShapeQuestions):
         Raises:
             UntraceableError: it fixes the batch size.
         """
-        # Torch learns nothing of a symbol from a number such as half of it, rounded.
-        number_of = expr.free_symbols if isinstance(expr, sympy.Expr) else set()
-        if number_of & self.lengths or any(map(self.is_fixed, self.lengths)):
+        if any(map(self.is_fixed, self.lengths)):
             self._note_length()
-        batch = self.batch_symbol
-        if batch is None or (batch not in number_of and not self.is_fixed(batch)):
+        # A number such as half of the rows, rounded, leaves several values of them.
+        is_number = isinstance(expr, sympy.Expr) and self.batch_symbol in expr.free_symbols
+        if self.batch_symbol is None or not (is_number or self.is_fixed(self.batch_symbol)):
             return
         place = self.tracker.here() if self.tracker is not None else Place("")
         cause = (

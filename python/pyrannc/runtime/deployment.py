@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -120,6 +120,7 @@ class Deployment:
         # Parameters were spread.
         begin_peaks(device)
         self._contexts: dict[int, StageContext] = {}
+        self._shared: dict[int, list[tuple[str, Sequence[int]]]] = {}
 
     @property
     def stages(self) -> int:
@@ -329,6 +330,7 @@ class Deployment:
         names = self._unheld(variant)
         for name in names:
             self.store.hold_everywhere(name)
+        self._shared.clear()
         return bool(names)
 
     def _unheld(self, variant: Variant) -> list[str]:
@@ -352,6 +354,7 @@ class Deployment:
 
     def forget(self, variant: Variant) -> None:
         """Lets go of what was made for a captured call."""
+        self._shared.pop(id(variant), None)
         context = self._contexts.pop(id(variant), None)
         if context is not None and self.compiling is not None:
             self.compiling.forget(context)
@@ -375,11 +378,21 @@ class Deployment:
     def share_buffers(self, variant: Variant) -> None:
         """Gives the buffers that a Stage changes in a captured call to the other ranks that hold them. All ranks call
         it after the call."""
-        facts, holders = variant.facts, self.store.holders
+        if id(variant) not in self._shared:
+            self._shared[id(variant)] = list(self._changed_and_shared(variant))
+        for name, ranks in self._shared[id(variant)]:
+            self.store.share_buffer(name, ranks[0], self._groups.of(self._holders_of(name)))
+
+    def _holders_of(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a parameter or buffer: all, where the first call did not use it."""
+        return self.store.holders.get(name, tuple(range(process.get_world_size())))
+
+    def _changed_and_shared(self, variant: Variant) -> Iterator[tuple[str, Sequence[int]]]:
+        """Buffers that a Stage changes and others hold, too, with the ranks of that Stage."""
         for ranks, part in zip(self._stage_ranks, variant.parts.stages, strict=True):
-            for name in sorted(facts.buffers[buffer].name for buffer in part.mutated_buffers):
-                if not set(holders[name]) <= set(ranks):
-                    self.store.share_buffer(name, ranks[0], self._groups.of(holders[name]))
+            for name in sorted(variant.facts.buffers[buffer].name for buffer in part.mutated_buffers):
+                if not set(self._holders_of(name)) <= set(ranks):
+                    yield name, ranks
 
     def bring_back(self) -> None:
         """Gives every rank the whole model, on the host, and destroys the communicators. All ranks call it."""

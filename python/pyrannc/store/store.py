@@ -279,8 +279,8 @@ class ParamStore:
     @torch.no_grad()
     def share_buffer(self, name: str, owner: int, group: Group | None) -> None:
         """Gives a buffer of one rank to the others of a group, which are all that hold it."""
-        if self.is_local(name):
-            give_to_others(self.buffers[name], owner, group)
+        if self.is_local(name) or name not in self.holders:
+            give_to_others(self.buffer_to_compute_with(name), owner, group)
 
     @torch.no_grad()
     def make_whole(self) -> None:

@@ -570,3 +570,13 @@ def same_tensor_twice(job: Job) -> None:
         job.same("loss", loss)
         loss.backward()
     job.gradients(model)
+
+
+def _hardest(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean(1).topk(max(1, int(0.5 * len(y)))).values.mean()
+
+
+@equal()
+def hardest_half_of_the_rows(job: Job) -> None:
+    """The loss is over the rows with the largest errors, `int(0.5 * len(x))` of them."""
+    fit(job, Returns(Chain(), _hardest), pairs)
