@@ -44,6 +44,7 @@ from pyrannc.log import get_logger
 from pyrannc.proof import compare_once, prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
+from pyrannc.runtime.givers import Leaves
 from pyrannc.runtime.step import Step, StepOptions
 from pyrannc.store.after_backward import finish_backward
 from pyrannc.store.optimizer import UserOptimizer
@@ -240,11 +241,8 @@ class RaNNCModule(DeployedModel):
         deployment.sync_buffers(variant, program)
         if self._config.verify_partitioning and not self._proven and program.call != "forward":
             self._prove(deployment, variant, program, call)
-        averaged = [] if self._user_optimizer is None else self._user_optimizer.everywhere()
         options = StepOptions(
-            reduce=not switches().delay_grad_allreduce,
-            keep_graph=switches().keep_graph,
-            averaged=frozenset(map(id, averaged)),
+            reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph, leaves=self._leaves(call)
         )
         before = self._before_backward(deployment, variant, call)
         with no_autocast():
@@ -254,6 +252,14 @@ class RaNNCModule(DeployedModel):
             )
             deployment.share_buffers(variant)
         return variant.whole.captured, step.results()
+
+    def _leaves(self, call: AgreedCall) -> Leaves:
+        """What the call's tensors may have been computed from, if they require gradients."""
+        if not any(tensor.requires_grad for tensor in call.tensors):
+            return Leaves()
+        optimizer, store = self._user_optimizer, self._deployed("forward").store
+        averaged = [] if optimizer is None else optimizer.everywhere()
+        return Leaves(frozenset(map(id, averaged)), frozenset(map(id, store.used.values())))
 
     def _set_limits(self, variant: Variant) -> None:
         """Sets what the forward sets to parameters in place."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from pyrannc.capture.torch_internals import gradients
 
@@ -114,3 +116,30 @@ def test_at_end_of_backward() -> None:
     out.register_hook(ask)
     out.sum().backward()
     assert seen == [False, True]
+
+
+class _Asks(Function):
+    """In its backward, which leaves get gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaves: list[Any], found: list[bool]) -> Tensor:
+        ctx.leaves, ctx.found = leaves, found
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.found += map(gradients.leaf_runs_in_backward, ctx.leaves)
+        return grads[0], None, None
+
+
+def test_leaf_runs_in_backward() -> None:
+    first, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    leaves, found = [get_gradient_edge(leaf).node for leaf in (first, other)], list[bool]()
+
+    def loss() -> Tensor:
+        return _Asks.apply(first * other, leaves, found).sum()  # type: ignore[no-any-return, no-untyped-call]  # torch has no types for it
+
+    loss().backward()
+    torch.autograd.grad(loss(), [first])
+    loss().backward(inputs=[other])
+    assert found == [True, True, True, False, False, True]

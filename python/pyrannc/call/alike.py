@@ -49,6 +49,7 @@ def capture_alike(
     """
 
     def attempt(sample: Sample, answers: Answering) -> tuple[Captured, Graph] | None:
+        """None where it takes the whole batch: for its answers, or as this rank has no rows to try parts with."""
         try:
             captured = capture_sample(
                 sample,

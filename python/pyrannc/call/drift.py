@@ -93,16 +93,15 @@ class Drift:
         }
 
     def _of_others(self) -> dict[str, Tensor]:
-        """Parameters on this rank's device, by their place and form."""
-        if not self._others:
-            return {}
-        device, alive = process.own_device(), [(place, ref()) for place, ref in enumerate(self._others)]
-        return {
-            f"{place}.{number} {tuple(param.shape)}": param
-            for place, optimizer in alive
-            for number, param in enumerate([] if optimizer is None else _listed(optimizer))
-            if isinstance(param, nn.Parameter) and param.device == device and _has_norm(param) and param.numel()
-        }
+        """Plain parameters on this rank's device, by the form of what their optimizer lists, and their place in it."""
+        device, found = process.own_device(), dict[str, Tensor]()
+        for optimizer in filter(None, (ref() for ref in self._others)):
+            listed = [param for group in optimizer.param_groups for param in group["params"]]
+            form = f"{type(optimizer).__name__} {[tuple(param.shape) for param in listed]}"
+            for place, param in enumerate(listed):
+                if type(param) is nn.Parameter and param.device == device and _has_norm(param) and param.numel():
+                    found.setdefault(f"{form} {place}", param)
+        return found
 
     def _compare(self) -> None:
         norms, factor = self._norms, self._factor
@@ -222,10 +221,6 @@ def _difference(first: float, other: float) -> float:
         return 0.0
     difference = abs(first - other)
     return difference if math.isfinite(difference) else math.inf
-
-
-def _listed(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _has_norm(param: Tensor) -> bool:

@@ -136,7 +136,7 @@ def _rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch
     for integer in _FIRST_INTEGERS if _has_integers(operands) else _FIRST_INTEGERS[:1]:
         laws = [law._replace(integer=integer) for law in _LAWS]
         # An index out of bounds is an error on the host, on a GPU it ends the process.
-        for place in (torch.device("cpu"), device):
+        for place in (torch.device("cpu"), device) if integer == 0 else (torch.device("cpu"),):
             if place.type == "cpu" or torch.cuda.is_available():
                 try:
                     if not _has_chosen(operands) and _holds_for_parts(call, operands, place, laws):

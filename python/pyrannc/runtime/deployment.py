@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -120,7 +120,7 @@ class Deployment:
         # Parameters were spread.
         begin_peaks(device)
         self._contexts: dict[int, StageContext] = {}
-        self._shared: dict[int, list[tuple[str, Sequence[int]]]] = {}
+        self._shared: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
 
     @property
     def stages(self) -> int:
@@ -330,7 +330,8 @@ class Deployment:
         names = self._unheld(variant)
         for name in names:
             self.store.hold_everywhere(name)
-        self._shared.clear()
+        if names:
+            self._shared.clear()
         return bool(names)
 
     def _unheld(self, variant: Variant) -> list[str]:
@@ -380,19 +381,22 @@ class Deployment:
         it after the call."""
         if id(variant) not in self._shared:
             self._shared[id(variant)] = list(self._changed_and_shared(variant))
-        for name, ranks in self._shared[id(variant)]:
-            self.store.share_buffer(name, ranks[0], self._groups.of(self._holders_of(name)))
+        for name, owner, ranks in self._shared[id(variant)]:
+            group = self._groups.of(ranks)
+            if process.get_rank() in ranks:
+                self.store.share_buffer(name, owner, group)
 
-    def _holders_of(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a parameter or buffer: all, where the first call did not use it."""
-        return self.store.holders.get(name, tuple(range(process.get_world_size())))
+    def _changed_and_shared(self, variant: Variant) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        """Buffers that a Stage changes and others hold, too: the rank whose contents count, and that with the others.
 
-    def _changed_and_shared(self, variant: Variant) -> Iterator[tuple[str, Sequence[int]]]:
-        """Buffers that a Stage changes and others hold, too, with the ranks of that Stage."""
+        What the first call did not use, all ranks hold.
+        """
+        everyone = tuple(range(process.get_world_size()))
         for ranks, part in zip(self._stage_ranks, variant.parts.stages, strict=True):
             for name in sorted(variant.facts.buffers[buffer].name for buffer in part.mutated_buffers):
-                if not set(self._holders_of(name)) <= set(ranks):
-                    yield name, ranks
+                others = set(self.store.holders.get(name, everyone)) - set(ranks)
+                if others:
+                    yield name, ranks[0], tuple(sorted({ranks[0], *others}))
 
     def bring_back(self) -> None:
         """Gives every rank the whole model, on the host, and destroys the communicators. All ranks call it."""

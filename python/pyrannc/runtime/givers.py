@@ -11,14 +11,29 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from pyrannc.capture.torch_internals.gradients import leaf_runs_in_backward
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 
-_LEAF = "torch::autograd::AccumulateGrad"
+_LEAF, _CHECKPOINT = "torch::autograd::AccumulateGrad", "CheckpointFunctionBackward"
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Tensors that inputs may have been computed from, by id.
+
+    Attributes:
+        averaged: whose gradients the ranks average.
+        own: the model's own parameters.
+    """
+
+    averaged: Set[int] = frozenset()
+    own: Set[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -36,54 +51,32 @@ class Giving:
     weight: float
 
 
-def giving_weights(
-    inputs: Mapping[int, Tensor], facts: GraphFacts, program: RankProgram, own_weight: float, averaged: Set[int]
-) -> dict[int, float]:
-    """By input, the weight of this rank's local loss that what has made it gives gradients. All ranks call it.
+def sources(
+    inputs: Mapping[int, Tensor], facts: GraphFacts, program: RankProgram, own_weight: float, leaves: Leaves
+) -> dict[int, Source]:
+    """What has made the inputs that require gradients. All ranks call it.
 
     Args:
-        own_weight: that of the call.
-        averaged: ids of the tensors whose gradients the ranks average.
+        own_weight: of this rank's local loss in this call.
 
     Raises:
-        RaNNCError: what has made it and this call cannot follow each other.
+        RaNNCError: what has made one and this call cannot follow each other.
         MismatchError: the same, on another rank alone.
     """
     # Which inputs require gradients is equal on all ranks; where they come from may not be.
     led = {value: tensor for value, tensor in inputs.items() if tensor.requires_grad}
     if program.call == "forward" or not led:
         return {}
-    return agree.together(lambda: _weights(led, facts, program, own_weight, averaged))
+    is_divided = program.gather_inputs and process.get_world_size() > 1
 
+    def found() -> dict[int, Source]:
+        made = {value: Source(own_weight, is_divided, facts.values[value].row_dim is None) for value in led}
+        for value, source in made.items():
+            source.follow(led[value], leaves)
+            source.settle(program)
+        return made
 
-def _weights(
-    inputs: Mapping[int, Tensor], facts: GraphFacts, program: RankProgram, own_weight: float, averaged: Set[int]
-) -> dict[int, float]:
-    found = {value: _Sources.of(tensor, averaged) for value, tensor in inputs.items()}
-    weights = {value: _weight(sources.calls, program) for value, sources in found.items() if sources.calls}
-    for value, sources in found.items():
-        if value not in weights and sources.params:
-            is_lost = not own_weight and facts.values[value].row_dim is None and process.get_rank() == 0
-            _refuse_unweighted(sources, program, is_lost=is_lost)
-            weights[value] = own_weight
-    return weights
-
-
-def _refuse_unweighted(sources: _Sources, program: RankProgram, *, is_lost: bool) -> None:
-    if process.get_world_size() == 1 or not program.gather_inputs:
-        return
-    if sources.others:
-        raise RaNNCError(
-            "an input of the model was computed from parameters of the script and from another tensor that requires "
-            "gradients: those of the parameters are averaged over ranks, those of the other are not, and both come by "
-            "one way. Put the layers before the model into one module with it and wrap that, or detach() one of them"
-        )
-    if is_lost:
-        raise RaNNCError(
-            "rank 0 brings no rows, and an input of the model that has none was computed from parameters of the "
-            "script: its gradient comes back on rank 0, where it counts by rows. Give it some, or put what computes "
-            "the input into one module with the model and wrap that"
-        )
+    return agree.together(found)
 
 
 def _weight(givers: list[Giving], program: RankProgram) -> float:
@@ -108,26 +101,29 @@ def _weight(givers: list[Giving], program: RankProgram) -> float:
 
 
 @dataclass
-class _Sources:
-    """What an autograd graph leads back to, each path up to the first.
+class Source:
+    """What an autograd graph leads back to from an input, each path up to the first.
 
     Attributes:
-        calls: of wrapped models.
-        params: it leads to parameters.
-        others: it leads to other leaves.
+        own_weight: of this rank's local loss in the call that takes the input.
+        is_divided: each rank brings rows of its own.
+        without_rows: the input is the same for all rows.
+        weight: of this rank's local loss in the calls that have made it; 0 without such calls.
     """
 
-    calls: list[Giving] = field(default_factory=list)
-    params: bool = False
-    others: bool = False
+    own_weight: float
+    is_divided: bool
+    without_rows: bool
+    weight: float = 0.0
+    _calls: list[Giving] = field(default_factory=list)
+    _averaged: list[Any] = field(default_factory=list)
+    _own: list[Any] = field(default_factory=list)
+    _others: list[Any] = field(default_factory=list)
 
-    @staticmethod
-    def of(tensor: Tensor, averaged: Set[int]) -> _Sources:
-        """Of what has made a tensor, which may be a leaf itself."""
-        found, seen = _Sources(), set[Any]()
-        stack: list[Any] = [tensor.grad_fn]
-        if tensor.is_leaf:
-            found._note(tensor, averaged)
+    def follow(self, tensor: Tensor, leaves: Leaves) -> None:
+        """Finds them."""
+        seen = set[Any]()
+        stack: list[Any] = [get_gradient_edge(tensor).node]
         while stack:
             node = stack.pop()
             if node is None or node in seen:
@@ -135,15 +131,54 @@ class _Sources:
             seen.add(node)
             call = getattr(node, "of_call", None)
             if call is not None:
-                found.calls.append(call.__self__.gives)
+                self._calls.append(call.__self__.gives)
             elif node.name() == _LEAF:
-                found._note(node.variable, averaged)
+                kinds = ((leaves.own, self._own), (leaves.averaged, self._averaged))
+                known = (nodes for ids, nodes in kinds if id(node.variable) in ids)
+                next(known, self._others).append(node)
+            elif node.name() == _CHECKPOINT and leaves.averaged and self.is_divided:
+                raise RaNNCError(
+                    "an input of the model was computed by torch.utils.checkpoint with use_reentrant=True, which hides "
+                    "from what: use_reentrant=False shows it"
+                )
             else:
                 stack += [before for before, _ in node.next_functions]
-        return found
 
-    def _note(self, leaf: Tensor, averaged: Set[int]) -> None:
-        if isinstance(leaf, nn.Parameter) or id(leaf) in averaged:
-            self.params = True
-        else:
-            self.others = True
+    def settle(self, program: RankProgram) -> None:
+        """Finds the weight of the calls among them."""
+        if not self._calls:
+            return
+        self.weight = _weight(self._calls, program)
+        if self._averaged and self.is_divided and self.weight != self.own_weight:
+            raise RaNNCError(
+                "an input of the model was computed from parameters of the script, and from what another wrapped model "
+                "returns, which had another share of the batch on this rank; put them into one module and wrap that"
+            )
+
+    def gradient_of_local_loss(self, grad: Tensor) -> Tensor:
+        """Given the gradient of an input, that which its makers take. Called inside of a backward."""
+        if not self.is_divided:
+            return grad / self.weight if self.weight else grad
+        if any(map(leaf_runs_in_backward, self._own)):
+            raise RaNNCError(
+                "an input of the model was computed with a parameter of the same model outside of its forward, and "
+                "ranks have no sum of what it gets there: compute that inside of the forward, or detach() it"
+            )
+        weighted = bool(self._calls) or any(map(leaf_runs_in_backward, self._averaged))
+        if weighted and any(map(leaf_runs_in_backward, self._others)):
+            raise RaNNCError(
+                "an input of the model was computed from what ranks give a weight, such as parameters in its optimizer "
+                "or what another wrapped model returns, and from another tensor that requires gradients, which has "
+                "none, and both get theirs in one backward: put what computes the input into one module with the model "
+                "and wrap that, or detach() one of them"
+            )
+        if not weighted:
+            return grad
+        weight = self.weight or self.own_weight
+        if not weight and self.without_rows and process.get_rank() == 0:
+            raise RaNNCError(
+                "rank 0 brings no rows, and an input of the model that has none was computed from parameters of the "
+                "script: its gradient comes back on rank 0, where it counts by rows. Give it some, or put what "
+                "computes the input into one module with the model and wrap that"
+            )
+        return grad / weight if weight else grad

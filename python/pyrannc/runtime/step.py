@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
 from pyrannc.log import get_logger
 from pyrannc.runtime.context import StageContext
-from pyrannc.runtime.givers import Giving, giving_weights
+from pyrannc.runtime.givers import Giving, Leaves, sources
 from pyrannc.runtime.handover import hand_over, no_view
 from pyrannc.runtime.join import Joiner
 from pyrannc.runtime.loss import Weights, scale_of
@@ -41,12 +41,12 @@ class StepOptions:
     Attributes:
         reduce: sum gradients over ranks, where the backward runs inside of the call.
         keep_graph: backward may be called again, however it was called.
-        averaged: ids of tensors outside of the model whose gradients the ranks average.
+        leaves: what inputs may have been computed from.
     """
 
     reduce: bool
     keep_graph: bool
-    averaged: Set[int] = frozenset()
+    leaves: Leaves = field(default_factory=Leaves)
 
 
 class Step:
@@ -103,9 +103,8 @@ class Step:
         self._active: frozenset[str] = frozenset()
         self._made = _made(context.parts.outputs)
         self._weights = Weights(context.facts, program, self._made, variant.joins, context.device)
-        self._givers = giving_weights(
-            self._inputs, context.facts, program, self._weights.of_local_batch, options.averaged
-        )
+        own_weight = self._weights.of_local_batch
+        self._makers = sources(self._inputs, context.facts, program, own_weight, options.leaves)
         self.gives = Giving(program.call == "whole", program.gather_inputs, self._weights.of_local_batch)
         context.randomness.begin(key)
         marks = context.timing.begin(program)
@@ -236,7 +235,7 @@ class Step:
         if not keep:
             self._input_grads, self._run.current = {}, None
             self._let_go_of_batch()
-        return [self._for_giver(value, grad) for value, grad in zip(self._sources, scaled, strict=True)]
+        return [self._for_maker(value, grad) for value, grad in zip(self._sources, scaled, strict=True)]
 
     def _refuse_backward(self) -> None:
         if self._done:
@@ -256,10 +255,10 @@ class Step:
         self._context.gradients.deliver(current, self._active, scale, keep=keep, summed=self._summed, sum_now=sum_now)
         self._summed = self._summed or sum_now
 
-    def _for_giver(self, value: int, grad: Tensor | None) -> Tensor | None:
+    def _for_maker(self, value: int, grad: Tensor | None) -> Tensor | None:
         """Of an input whose maker gives gradients a weight, the gradient of the local loss."""
-        weight = self._givers.get(value)
-        return grad if grad is None or not weight else grad / weight
+        maker = self._makers.get(value)
+        return grad if grad is None or maker is None else maker.gradient_of_local_loss(grad)
 
     def _tell_of_outside(self, grads: Mapping[int, Tensor | None]) -> None:
         """Says once what a criterion outside of the model means."""

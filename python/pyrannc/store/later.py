@@ -30,9 +30,7 @@ class LaterOptimizers:
         see_other: is given those that have no parameters of a wrapped model.
     """
 
-    def __init__(
-        self, store: ParamStore, known: Optimizer | None, see_other: Callable[[Optimizer], None] = lambda _: None
-    ) -> None:
+    def __init__(self, store: ParamStore, known: Optimizer | None, see_other: Callable[[Optimizer], None]) -> None:
         self._store = store
         self._params = set(map(id, store.params.values()))
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet([known] if known is not None else [])
@@ -53,10 +51,21 @@ class LaterOptimizers:
             found = UserOptimizer.of(optimizer)
             with collective("optimizer.step()"):
                 found.narrow(self._store)
+            self._refuse_beside(found)
             # The optimizer keeps it alive.
             self._narrowed.append(weakref.ref(found))
         elif not UserOptimizer.is_one_of(optimizer) and not any(other._has_some_of(optimizer) for other in _watching):
             self._see_other(optimizer)
+
+    def _refuse_beside(self, optimizer: UserOptimizer) -> None:
+        """Raises where it trains what is beside the model: ranks have averaged no gradients of that."""
+        beside = [param for param in optimizer.everywhere() if param.grad is not None]
+        if beside and process.get_world_size() > 1:
+            raise RaNNCError(
+                f"an optimizer that RaNNCModule was not given has parameters of the model and {len(beside)} others "
+                f"with gradients (the first of shape {tuple(beside[0].shape)}), which each rank has of its own rows: "
+                "make the optimizer first and give it to RaNNCModule(model, optimizer), or one of its own to those"
+            )
 
     def _has_some_of(self, optimizer: Optimizer) -> bool:
         return any(id(param) in self._params for group in optimizer.param_groups for param in group["params"])

@@ -413,6 +413,8 @@ def _give_params(params: list[Tensor]) -> None:
     """Gives every rank the parameters of rank 0, as the model's."""
     for param in params:
         if process.get_world_size() > 1:
-            given = param.detach().contiguous()
+            given = param.detach().clone(memory_format=torch.contiguous_format)
             give_to_others(given, 0)
-            param.copy_(given)
+            # Autograd may have saved it, as what the model takes was computed with it: a copy would count as a change.
+            if not torch.equal(given, param):
+                param.copy_(given)

@@ -278,9 +278,12 @@ class ParamStore:
 
     @torch.no_grad()
     def share_buffer(self, name: str, owner: int, group: Group | None) -> None:
-        """Gives a buffer of one rank to the others of a group, which are all that hold it."""
-        if self.is_local(name) or name not in self.holders:
-            give_to_others(self.buffer_to_compute_with(name), owner, group)
+        """Gives a buffer of one rank to the others of a group, which all hold it."""
+        buffer = self.buffer_to_compute_with(name)
+        contents = buffer.contiguous()
+        give_to_others(contents, owner, group)
+        if process.get_rank() != owner and contents is not buffer:
+            buffer.copy_(contents)
 
     @torch.no_grad()
     def make_whole(self) -> None:

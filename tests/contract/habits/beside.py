@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
@@ -34,11 +35,15 @@ def _between(job: Job, net: nn.Module, loss: Callable[[nn.Module, Tensor, Tensor
     job.state(model)
 
 
+def _stem() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
 @equal()
 def layers_before_and_after_the_model(job: Job) -> None:
     """What the model takes comes from layers outside of it, and what it returns goes through others; one optimizer."""
-    torch.manual_seed(3)
-    stem, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    stem, head = _stem(), nn.Linear(WIDTH, WIDTH)
 
     def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(head(model(stem(x))), target, reduction="sum") / max(1, len(x))
@@ -49,8 +54,7 @@ def layers_before_and_after_the_model(job: Job) -> None:
 @equal()
 def layers_before_a_model_with_its_loss(job: Job) -> None:
     """What a model that returns its loss takes comes from layers outside of it, which the script decays."""
-    torch.manual_seed(3)
-    stem = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    stem = _stem()
 
     def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         return model(stem(x), target) + stem[0].weight.square().sum()  # type: ignore[no-any-return]
@@ -69,12 +73,66 @@ def learned_prompt(job: Job) -> None:
     _between(job, _Prompted(), loss, prompt)
 
 
+@equal()
+def gradients_of_inputs_through_layers(job: Job) -> None:
+    """Gradients of an input alone are asked for, through layers before the model (`torch.autograd.grad(loss, x)`)."""
+    stem, net = _stem(), Returns(Chain(), F.mse_loss)
+    model = job.wrap(net, SGD([*net.parameters(), *stem.parameters()], lr=0.1))
+    for x, target in job.batches(pairs):
+        (grad,) = torch.autograd.grad(model(stem(x.requires_grad_()), target), x)
+        job.rows("gradient", grad)
+
+
+@equal()
+def learned_rows(job: Job) -> None:
+    """The rows of the batch are parameters themselves, each rank's its own."""
+    net = Returns(Chain(), F.mse_loss)
+    model = job.wrap(net, SGD(net.parameters(), lr=0.1))
+    for x, target in job.batches(pairs):
+        latent = nn.Parameter(x)
+        model(latent * 2, target).backward()
+        assert latent.grad is not None
+        job.rows("gradient", latent.grad)
+
+
 @refused("RaNNCError", "one module", "detach", instead="one module of both, or `detach()`")
 def layers_before_the_model_and_gradients_of_inputs(job: Job) -> None:
-    """What layers outside of the model make of an input that requires gradients goes into it."""
-    stem = nn.Linear(WIDTH, WIDTH)
+    """One backward gives both layers before the model and what goes into them gradients."""
+    stem = _stem()
 
     def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(model(stem(x.requires_grad_())), target)
 
     _between(job, Chain(), loss, *stem.parameters())
+
+
+@refused("RaNNCError", "use_reentrant=False", instead="`use_reentrant=False`")
+def layers_before_the_model_that_compute_again(job: Job) -> None:
+    """Layers before the model run in `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`."""
+    stem = _stem()
+
+    def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(model(checkpoint(stem, x.requires_grad_(), use_reentrant=True)), target)
+
+    _between(job, Chain(), loss, *stem.parameters())
+
+
+@refused("RaNNCError", "parameter of the same model", settings=(REPLICAS,), instead="compute it in the model's forward")
+def own_parameter_before_the_model(job: Job) -> None:
+    """The script computes what a model takes with a parameter of the same model."""
+    net = Chain()
+    model = job.wrap(net, SGD(net.parameters(), lr=0.1))
+    weight = net.layers[0].weight
+    for x, target in job.batches(pairs):
+        F.mse_loss(model(x @ weight), target).backward()
+
+
+@refused("RaNNCError", "give it to RaNNCModule", instead="one optimizer, made first: `RaNNCModule(net, optimizer)`")
+def layers_behind_in_an_optimizer_made_later(job: Job) -> None:
+    """An optimizer of the model's parameters and of a layer behind it is made after the model is wrapped."""
+    net, head = Chain(), nn.Linear(WIDTH, WIDTH)
+    model = job.wrap(net)
+    optimizer = SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    for x, target in job.batches(pairs):
+        F.mse_loss(head(model(x)), target).backward()
+        optimizer.step()

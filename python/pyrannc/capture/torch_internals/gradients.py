@@ -71,6 +71,16 @@ def runs_in_backward(node: Any) -> bool:
     return runs
 
 
+def leaf_runs_in_backward(node: Any) -> bool:
+    """Inside of a backward: true when the leaf of this node gets a gradient, which ``autograd.grad`` may return."""
+    try:
+        return runs_in_backward(node)
+    except RuntimeError as error:
+        if "leaf node" not in str(error):
+            raise
+        return True
+
+
 def backward_keeps_graph() -> bool:
     """Inside of a backward: true when it has been called with ``retain_graph=True``."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
