@@ -232,10 +232,11 @@ class Step:
             for value in self._sources
         ]
         scaled = [grad if grad is None or scale is None else grad * scale.to(grad.dtype) for grad in found]
+        given = [self._for_maker(value, grad) for value, grad in zip(self._sources, scaled, strict=True)]
         if not keep:
-            self._input_grads, self._run.current = {}, None
+            self._input_grads, self._makers, self._run.current = {}, {}, None
             self._let_go_of_batch()
-        return [self._for_maker(value, grad) for value, grad in zip(self._sources, scaled, strict=True)]
+        return given
 
     def _refuse_backward(self) -> None:
         if self._done:
