@@ -87,10 +87,11 @@ class Drift:
 
     @torch.no_grad()
     def _look(self) -> None:
-        groups = {**self._params, _OTHERS: self._of_others()}
-        self._norms = {
-            ranks: Sent(torch.stack(norm_of_each([*params.values()]))) for ranks, params in groups.items() if params
-        }
+        groups = self._groups().items()
+        self._norms = {ranks: Sent(torch.stack(norm_of_each([*params.values()]))) for ranks, params in groups if params}
+
+    def _groups(self) -> dict[_Ranks, dict[str, Tensor]]:
+        return {**self._params, _OTHERS: self._of_others()}
 
     def _of_others(self) -> dict[str, Tensor]:
         """Plain parameters on this rank's device, by the form of what their optimizer lists, and their place in it."""
@@ -112,20 +113,25 @@ class Drift:
         _refuse_factors([found for _, found in everyone])
         known: dict[_Ranks, int] = {}
         differ = {ranks for own, _ in everyone for ranks in own if known.setdefault(ranks, own[ranks]) != own[ranks]}
-        if differ:
-            # They may be alike again by now, and what ranks round is let pass.
-            _refuse_copies(agree.gather_objects(agree.together(lambda: self._copies(differ - {_OTHERS}))))
-        if _OTHERS in differ:
-            found = agree.gather_objects(agree.together(lambda: _copies_of(self._of_others())))
-            if _first_apart(found) is not None:
-                self._others.clear()
-                if process.get_rank() == 0:
-                    _log.warning("%s", _TRAINED_APART)
+        # They may be alike again by now, and what ranks round is let pass.
+        if differ - {_OTHERS}:
+            _refuse_copies(self._everyones_copies(differ - {_OTHERS}))
+        if _OTHERS in differ and _first_apart(self._everyones_copies({_OTHERS})) is not None:
+            self._others.clear()
+            if process.get_rank() == 0:
+                _log.warning("%s", _TRAINED_APART)
+
+    def _everyones_copies(self, groups: set[_Ranks]) -> list[dict[str, _Copy]]:
+        """Of each rank; all ranks call it."""
+        return agree.gather_objects(agree.together(lambda: self._copies(groups)))
 
     @torch.no_grad()
     def _copies(self, groups: set[_Ranks]) -> dict[str, _Copy]:
         """The parameters as they are now; waits for the device."""
-        return _copies_of({name: param for ranks in groups for name, param in self._params.get(ranks, {}).items()})
+        known = self._groups()
+        params = {name: param for ranks in groups for name, param in known.get(ranks, {}).items()}
+        found = zip(params.items(), norm_of_each([*params.values()]), strict=True)
+        return {name: _Copy(float(norm), _sum(param), _tolerated(param.dtype)) for (name, param), norm in found}
 
 
 @dataclass(frozen=True)
@@ -158,12 +164,6 @@ class _Copy:
         if not worst:
             return 0.0
         return worst / self.norm if 0 < self.norm < math.inf else math.inf
-
-
-@torch.no_grad()
-def _copies_of(params: Mapping[str, Tensor]) -> dict[str, _Copy]:
-    found = zip(params.items(), norm_of_each([*params.values()]), strict=True)
-    return {name: _Copy(float(norm), _sum(param), _tolerated(param.dtype)) for (name, param), norm in found}
 
 
 def _first_apart(everyone: Sequence[Mapping[str, _Copy]]) -> tuple[str, int, int, float] | None:

@@ -33,7 +33,7 @@ from .ops import (
     target_name,
 )
 from .row_groups import GroupTrials, RowGroup, row_groups
-from .row_trial import as_drawn, rows_shown
+from .row_trial import INTEGERS, as_drawn, rows_shown
 from .sizes import known_sizes
 from .source import Part
 from .torch_internals.fakes import FakeTensor, known_data
@@ -47,7 +47,6 @@ _DTYPES = (
     "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
 _INT64_MAX = 2**63 - 1
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _MOST_SIZES = 16
 """Integers for each row that may be sizes of something; rows of more, as of tokens, are others in each batch."""
 ValueKey = tuple[fx.Node, int | None]
@@ -374,7 +373,7 @@ class _Lowering:
         for place, (node, given) in enumerate(zip(self.cleaned.inputs, self.trace.inputs, strict=True)):
             extents = _extents(self.trace.reader, node.meta["val"])
             count = extents[0].per_row if extents and extents[0] is not None else 0
-            if count and given.dtype in _INTEGERS and not given.is_meta and 0 < given[:count].numel() <= _MOST_SIZES:
+            if count and given.dtype in INTEGERS and not given.is_meta and 0 < given[:count].numel() <= _MOST_SIZES:
                 found[place] = count
         return found
 

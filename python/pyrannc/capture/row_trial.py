@@ -40,7 +40,7 @@ class _Law(NamedTuple):
 
 _LAWS = (_Law(1.0, 0.0), _Law(1.0, 1.0), _Law(1.0, -1.0), _Law(10.0, 0.0), _Law(0.1, 0.0))
 """For what depends on a sign or a size."""
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FIRST_INTEGERS = (0, 1)
 """The second where nothing can be tried with the first: no sequence has a length of 0."""
 _RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
@@ -134,25 +134,40 @@ def _rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch
     least = max(2 * FEW, rows)
     many = least if _has_chosen(operands) else max(MANY, rows)
     for integer in _FIRST_INTEGERS if _has_integers(operands) else _FIRST_INTEGERS[:1]:
+        # On a GPU an index out of bounds ends the process: there the least integers alone are tried.
+        on_gpu = [device] if torch.cuda.is_available() and integer == 0 else []
         laws = [law._replace(integer=integer) for law in _LAWS]
-        # An index out of bounds is an error on the host, on a GPU it ends the process.
-        for place in (torch.device("cpu"), device) if integer == 0 else (torch.device("cpu"),):
-            if place.type == "cpu" or torch.cuda.is_available():
-                try:
-                    if not _has_chosen(operands) and _holds_for_parts(call, operands, place, laws):
-                        # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
-                        return _holds(call, operands, place, many, least, laws[:1])
-                    return _holds(call, operands, place, many, least, laws)
-                except Exception as error:  # whatever the user's code raises: it cannot be tried there
-                    if _ends_a_gpu(error):
-                        break
+        shown = _rows_shown_by(laws, call, operands, [torch.device("cpu"), *on_gpu], many, least)
+        if shown is not None:
+            return shown
     return 0
+
+
+def _rows_shown_by(
+    laws: Sequence[_Law],
+    call: Callable[..., Any],
+    operands: Sequence[Any],
+    places: Sequence[torch.device],
+    many: int,
+    least: int,
+) -> int | None:
+    """Likewise, at the first place where the call can be tried; None where there is none."""
+    for place in places:
+        try:
+            if not _has_chosen(operands) and _holds_for_parts(call, operands, place, laws):
+                # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
+                return _holds(call, operands, place, many, least, laws[:1])
+            return _holds(call, operands, place, many, least, laws)
+        except Exception as error:  # whatever the user's code raises: it cannot be tried there
+            if _ends_a_gpu(error):
+                return None
+    return None
 
 
 def _has_integers(operands: Sequence[Any]) -> bool:
     """True where trials make integers up."""
     tensors = [operand for operand in operands if isinstance(operand, tuple) and not isinstance(operand, Dim)]
-    return any(not stays and tensor.dtype in _INTEGERS for tensor, _, stays in tensors)
+    return any(not stays and tensor.dtype in INTEGERS for tensor, _, stays in tensors)
 
 
 def _ends_a_gpu(error: Exception) -> bool:

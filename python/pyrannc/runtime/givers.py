@@ -133,9 +133,9 @@ class Source:
             if call is not None:
                 self._calls.append(call.__self__.gives)
             elif node.name() == _LEAF:
-                kinds = ((leaves.own, self._own), (leaves.averaged, self._averaged))
-                known = (nodes for ids, nodes in kinds if id(node.variable) in ids)
-                next(known, self._others).append(node)
+                leaf = id(node.variable)
+                kind = self._own if leaf in leaves.own else self._averaged if leaf in leaves.averaged else self._others
+                kind.append(node)
             elif node.name() == _CHECKPOINT and leaves.averaged and self.is_divided:
                 raise RaNNCError(
                     "an input of the model was computed by torch.utils.checkpoint with use_reentrant=True, which hides "

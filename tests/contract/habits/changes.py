@@ -485,16 +485,22 @@ def _images(rows: int, generator: Generator) -> tuple[Tensor]:
     return (torch.randn(rows, 3, 7, 7, generator=generator),)
 
 
-def _train_and_evaluate(job: Job, net: nn.Module, data: Data) -> None:
+def _train_and_evaluate(job: Job, net: nn.Module, data: Data, *, evaluates_first: bool = False) -> None:
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            job.same("evaluation", model(*job.batch(data, 9)))
+
+    if evaluates_first:
+        evaluate()
     for epoch in range(2):
         model.train()
         for step in range(2):
             learn(job, model, optimizer, data, step=2 * epoch + step)
-        model.eval()
-        with torch.no_grad():
-            job.same("evaluation", model(*job.batch(data, 9)))
+        evaluate()
     job.state(model)
 
 
@@ -539,16 +545,7 @@ def evaluated_with_a_counter_of_steps(job: Job) -> None:
 @equal()
 def counter_of_steps_after_an_evaluation(job: Job) -> None:
     """The same, and an evaluation comes first."""
-    net = _Ramped()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer)
-    for step in range(3):
-        model.eval()
-        with torch.no_grad():
-            job.same("evaluation", model(*job.batch(pairs, 9 + step)))
-        model.train()
-        learn(job, model, optimizer, step=step)
-    job.state(model)
+    _train_and_evaluate(job, _Ramped(), pairs, evaluates_first=True)
 
 
 @refused("PlanError", "no gradients for", "no_grad", settings=ONCE, instead="evaluate under `torch.no_grad()`")
