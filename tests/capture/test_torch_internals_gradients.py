@@ -118,7 +118,7 @@ def test_at_end_of_backward() -> None:
     assert seen == [False, True]
 
 
-class _Asks(Function):
+class _AsksLeaves(Function):
     """In its backward, which leaves get gradients."""
 
     @staticmethod
@@ -137,7 +137,7 @@ def test_leaf_runs_in_backward() -> None:
     leaves, found = [get_gradient_edge(leaf).node for leaf in (first, other)], list[bool]()
 
     def loss() -> Tensor:
-        return _Asks.apply(first * other, leaves, found).sum()  # type: ignore[no-any-return, no-untyped-call]  # torch has no types for it
+        return _AsksLeaves.apply(first * other, leaves, found).sum()  # type: ignore[no-any-return, no-untyped-call]  # torch has no types for it
 
     loss().backward()
     torch.autograd.grad(loss(), [first])
