@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +35,7 @@ def searched_plan(graph: Graph, replicas: Sequence[int], microbatches: int, batc
 
 def scheduled(plan: Plan, schedule: str | list[str]) -> Plan:
     """The same Plan under another Schedule: a name, or each Stage's computations."""
-    return Plan.from_json(sealed({**json.loads(plan.to_json()), "schedule": schedule}))
+    return sealed({**json.loads(plan.to_json()), "schedule": schedule})
 
 
 def divided(plan: Plan, sharding: str | Sequence[str]) -> Plan:
@@ -47,7 +46,7 @@ def divided(plan: Plan, sharding: str | Sequence[str]) -> Plan:
         {**stage, "sharding": level if len(stage["ranks"]) > 1 else "none"}
         for stage, level in zip(form["stages"], levels, strict=True)
     ]
-    return Plan.from_json(sealed({**form, "stages": stages}))
+    return sealed({**form, "stages": stages})
 
 
 def rank_programs(model: nn.Module, rows: int, width: int, replicas: Sequence[int], call: str) -> list[RankProgram]:
@@ -99,7 +98,7 @@ def cut_plan(
     form["world_size"] = sum(len(members) for members in ranks)
     form["microbatches"] = microbatches
     form["batch_rows"] = max(rows, microbatches)
-    plan = Plan.from_json(sealed(form))
+    plan = sealed(form)
     plan.partition(graph)
     return plan
 
@@ -119,11 +118,9 @@ def possible_cuts(graph: Graph) -> list[int]:
     return [cut for cut in range(1, main_op_count(graph)) if _is_possible(graph, cut)]
 
 
-def sealed(form: dict[str, Any]) -> str:
-    """A plan file's text with the right checksum."""
-    form = {**form, "checksum": ""}
-    compact = json.dumps(form, separators=(",", ":"), ensure_ascii=False)
-    return json.dumps({**form, "checksum": sha256(compact.encode()).hexdigest()})
+def sealed(form: dict[str, Any]) -> Plan:
+    """The Plan of a plan file's content, with the right checksum."""
+    return Plan.seal(json.dumps(form))
 
 
 def _is_possible(graph: Graph, cut: int) -> bool:
@@ -135,7 +132,7 @@ def _is_possible(graph: Graph, cut: int) -> bool:
 
 
 def _zeroed(item: Any) -> Any:
-    """The same form with zeros: the JSON of other numbers differs between languages."""
+    """The same form with zeros."""
     if isinstance(item, dict):
         return {key: _zeroed(value) for key, value in item.items()}
     return type(item)(0)

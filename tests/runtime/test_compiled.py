@@ -651,7 +651,7 @@ def test_what_compiling_was_measured_not_to_pay_for_stands_in_the_plan(tmp_path:
     assert start("load") == (told, hashes)
     # A file that names one of them, as another device's would.
     content = {**json.loads(file.read_text()), "eager_spans": hashes[:1]}
-    file.write_text(sealed(content))
+    file.write_text(sealed(content).to_json())
     again, named = start("load")
     assert named == hashes[:1]
     assert again.startswith(f"{count - 1} of {count} Spans run compiled")
