@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from zlib import crc32
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,23 @@ SPREAD = (
 )
 """1, 2 and 3 Replicas, 1, 2 and 4 microbatches, 1 to 3 Stages."""
 
-_EVERYTHING = os.environ.get("CONTRACT") == "all"
+_HALVES = ((STAGES, MIXED), (REPLICAS, PIPELINE))
+"""Of the covering choice; each has Replicas, Stages, several microbatches and rows that differ."""
+
+_TRIED = os.environ.get("CONTRACT", "")
 _ALL_ROWS = ((8,), (4, 4), (7, 1), (8, 0), (3, 3, 2), (3, 0, 5))
 
 
-def widened(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """The settings; with ``CONTRACT=all`` the whole product where the covering choice is asked for."""
-    if settings is not COVERING or not _EVERYTHING:
+def tried(name: str, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """The settings that a habit of this name is tried under.
+
+    Where those are the covering choice: a half of it, by name, so that many habits are under each; all of it with
+    ``CONTRACT=covering``, the whole product with ``CONTRACT=all``.
+    """
+    if settings is not COVERING or _TRIED == "covering":
         return settings
+    if _TRIED != "all":
+        return _HALVES[crc32(name.encode()) % 2]
     return tuple(
         Setting(rows, stages, microbatches)
         for rows in _ALL_ROWS

@@ -15,7 +15,7 @@ from .habits import HABITS
 from .job import Note
 from .judging import joined, judge
 from .running import Run, run_plain, run_rank
-from .settings import Setting, widened
+from .settings import Setting, tried
 
 Ranks = Callable[[int], RankPool]
 
@@ -58,7 +58,7 @@ def test_contract(name: str, ranks: Ranks) -> None:
     habit = HABITS[name]
     expected = None if habit.outcome == "alike" else plain(name).notes
     wrong = []
-    for setting in widened(habit.settings):
+    for setting in tried(name, habit.settings):
         pool = ranks(len(setting.rows))
         runs = run_all(pool, name, setting)
         if isinstance(runs, str):

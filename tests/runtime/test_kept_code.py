@@ -22,6 +22,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("kept"))
 
 
+@pytest.fixture(scope="module")
+def of_a_former_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("former")
+    made(str(path))
+    return path
+
+
+@pytest.fixture
+def kept_path(tmp_path: Path, of_a_former_start: Path) -> Path:
+    """Where a start finds the layer compiled, and nothing else."""
+    shutil.copytree(of_a_former_start, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
 class Layer(nn.Module):
     """What the text of a function has to tell apart."""
 
@@ -84,6 +98,13 @@ def test_a_second_start_traces_nothing(in_parts: bool, folder: str, monkeypatch:
     x = inputs()
     for mine, other in zip(outcome(second, x), outcome(first, x), strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.timeout(300)
+def test_a_copy_of_what_was_kept_is_as_good(kept_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with traces(monkeypatch) as seen:
+        made(str(kept_path))
+    assert seen == []
 
 
 def _with_default_of_64_bits(folder: str) -> None:
@@ -157,33 +178,30 @@ OTHERS: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", list(OTHERS))
-def test_what_differs_is_compiled_for_itself(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(str(tmp_path))
+def test_what_differs_is_compiled_for_itself(name: str, kept_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with traces(monkeypatch) as seen:
-        OTHERS[name](str(tmp_path))
+        OTHERS[name](str(kept_path))
     assert seen
 
 
 @pytest.mark.timeout(300)
-def test_a_file_that_was_cut_off_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(str(tmp_path))
-    (file,) = (tmp_path / "spans").iterdir()
+def test_a_file_that_was_cut_off_is_made_anew(kept_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = (kept_path / "spans").iterdir()
     for text in (file.read_bytes()[:50], b""):
         file.write_bytes(text)
         with traces(monkeypatch) as seen:
-            made(str(tmp_path))
+            made(str(kept_path))
         assert len(seen) == 1
     with traces(monkeypatch) as seen:
-        made(str(tmp_path))
+        made(str(kept_path))
     assert seen == []
 
 
 @pytest.mark.timeout(300)
-def test_kernels_that_are_gone_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(str(tmp_path))
-    shutil.rmtree(tmp_path / "fxgraph")
+def test_kernels_that_are_gone_are_made_anew(kept_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(kept_path / "fxgraph")
     with traces(monkeypatch) as seen:
-        made(str(tmp_path))
+        made(str(kept_path))
     assert len(seen) == 1
 
 

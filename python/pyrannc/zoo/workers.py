@@ -90,8 +90,10 @@ class Workers:
 
     def close(self) -> None:
         """Ends the processes."""
-        for process, connection in self._ranks:
+        # All before one is waited for: those left would tell of the death of the others.
+        for process, _ in self._ranks:
             process.kill()
+        for process, connection in self._ranks:
             process.join()
             connection.close()
         self._ranks.clear()
