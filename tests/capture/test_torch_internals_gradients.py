@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.ranks import RankPool
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import fully_shard
 
 from pyrannc.capture.torch_internals import gradients
 
@@ -143,3 +145,18 @@ def test_leaf_runs_in_backward() -> None:
     torch.autograd.grad(loss(), [first])
     loss().backward(inputs=[other])
     assert found == [True, True, True, False, False, True]
+
+
+def _sharded() -> list[bool]:
+    plain, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
+    fully_shard(sharded)
+    found = []
+    for layer in (plain, sharded):
+        out = layer(torch.ones(1, 2))
+        leaves = [edge.variable for edge, _ in out.grad_fn.next_functions if hasattr(edge, "variable")]
+        found.append(gradients.any_is_fully_sharded({id(leaf): leaf for leaf in leaves}))
+    return found
+
+
+def test_any_is_fully_sharded(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(1).run(_sharded) == [[False, True]]

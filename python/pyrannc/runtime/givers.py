@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from pyrannc.capture.torch_internals.gradients import leaf_runs_in_backward
@@ -19,6 +19,7 @@ from pyrannc.core.graph import GraphFacts
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
+from pyrannc.runtime.averaged import averaged
 
 _LEAF, _CHECKPOINT = "torch::autograd::AccumulateGrad", "CheckpointFunctionBackward"
 
@@ -28,7 +29,7 @@ class Leaves:
     """Tensors that inputs may have been computed from, by id.
 
     Attributes:
-        averaged: whose gradients the ranks average.
+        averaged: whose gradients the ranks average by their shares of the batch.
         own: the model's own parameters.
     """
 
@@ -73,6 +74,10 @@ def sources(
         made = {value: Source(own_weight, is_divided, facts.values[value].row_dim is None) for value in led}
         for value, source in made.items():
             source.follow(led[value], leaves)
+        params = [leaf for source in made.values() for leaf in source.params()]
+        in_ddp = averaged(params) if is_divided else set[int]()
+        for source in made.values():
+            source.sort(leaves, in_ddp)
             source.settle(program)
         return made
 
@@ -116,8 +121,10 @@ class Source:
     without_rows: bool
     weight: float = 0.0
     _calls: list[Giving] = field(default_factory=list)
+    _leaves: list[Any] = field(default_factory=list)
     _averaged: list[Any] = field(default_factory=list)
     _own: list[Any] = field(default_factory=list)
+    _in_ddp: list[Any] = field(default_factory=list)
     _others: list[Any] = field(default_factory=list)
 
     def follow(self, tensor: Tensor, leaves: Leaves) -> None:
@@ -133,9 +140,7 @@ class Source:
             if call is not None:
                 self._calls.append(call.__self__.gives)
             elif node.name() == _LEAF:
-                leaf = id(node.variable)
-                kind = self._own if leaf in leaves.own else self._averaged if leaf in leaves.averaged else self._others
-                kind.append(node)
+                self._leaves.append(node)
             elif node.name() == _CHECKPOINT and leaves.averaged and self.is_divided:
                 raise RaNNCError(
                     "an input of the model was computed by torch.utils.checkpoint with use_reentrant=True, which hides "
@@ -143,6 +148,21 @@ class Source:
                 )
             else:
                 stack += [before for before, _ in node.next_functions]
+
+    def params(self) -> list[Tensor]:
+        """The parameters of modules among what was found."""
+        return [node.variable for node in self._leaves if isinstance(node.variable, nn.Parameter)]
+
+    def sort(self, leaves: Leaves, in_ddp: Set[int]) -> None:
+        """Tells the leaves apart, given the ids of those whose gradients the script averages."""
+        for node in self._leaves:
+            leaf = id(node.variable)
+            if leaf in leaves.own:
+                self._own.append(node)
+            elif leaf in in_ddp:
+                self._in_ddp.append(node)
+            else:
+                (self._averaged if leaf in leaves.averaged else self._others).append(node)
 
     def settle(self, program: RankProgram) -> None:
         """Finds the weight of the calls among them."""
@@ -165,13 +185,17 @@ class Source:
                 "ranks have no sum of what it gets there: compute that inside of the forward, or detach() it"
             )
         weighted = bool(self._calls) or any(map(leaf_runs_in_backward, self._averaged))
-        if weighted and any(map(leaf_runs_in_backward, self._others)):
+        in_ddp, others = (any(map(leaf_runs_in_backward, leaves)) for leaves in (self._in_ddp, self._others))
+        if weighted + in_ddp + others > 1:
             raise RaNNCError(
                 "an input of the model was computed from what ranks give a weight, such as parameters in its optimizer "
                 "or what another wrapped model returns, and from another tensor that requires gradients, which has "
-                "none, and both get theirs in one backward: put what computes the input into one module with the model "
-                "and wrap that, or detach() one of them"
+                "none or another one, and both get theirs in one backward: put what computes the input into one module "
+                "with the model and wrap that, or detach() one of them"
             )
+        if in_ddp:
+            # Of which the ranks take the mean, where the sum is the global batch's.
+            return grad * process.get_world_size()
         if not weighted:
             return grad
         weight = self.weight or self.own_weight

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
@@ -136,3 +138,55 @@ def layers_behind_in_an_optimizer_made_later(job: Job) -> None:
     for x, target in job.batches(pairs):
         F.mse_loss(head(model(x)), target).backward()
         optimizer.step()
+
+
+def _in_ddp(job: Job, net: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(net) if job.ranks > 1 else net
+
+
+@equal()
+def layers_in_ddp_before_the_model(job: Job) -> None:
+    """Layers before the model are in `DistributedDataParallel`, and in an optimizer of their own."""
+    stem, net = _stem(), Chain()
+    layers, own = _in_ddp(job, stem), SGD(stem.parameters(), lr=0.1)
+    model = job.wrap(net, SGD(net.parameters(), lr=0.1))
+    for x, target in job.batches(pairs):
+        F.mse_loss(model(layers(x)), target).backward()
+        job.same("gradients", [param.grad for param in stem.parameters()])
+        own.step()
+        own.zero_grad()
+    job.same("stem", list(stem.parameters()))
+
+
+@equal()
+def layers_in_ddp_and_in_the_optimizer_of_the_model(job: Job) -> None:
+    """Layers before the model are in `DistributedDataParallel`, and in one optimizer with it."""
+    stem = _stem()
+    layers = _in_ddp(job, stem)
+
+    def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(model(layers(x)), target, reduction="sum") / max(1, len(x))
+
+    _between(job, Chain(), loss, *stem.parameters())
+
+
+@refused("RaNNCError", "FSDP", "optimizer that you give", instead="leave them as they are, in one optimizer with it")
+def layers_in_fsdp_before_the_model(job: Job) -> None:
+    """Layers before the model are in `fully_shard`."""
+    stem, net = _stem(), Chain()
+    model = job.wrap(net, SGD(net.parameters(), lr=0.1))
+    if job.ranks > 1:
+        fully_shard(stem)
+    for x, target in job.batches(pairs):
+        F.mse_loss(model(stem(x)), target).backward()
+
+
+@refused("RaNNCError", "some of the ranks", instead="a group of all ranks")
+def layers_in_ddp_of_some_ranks(job: Job) -> None:
+    """Layers before the model are in `DistributedDataParallel` over some of the ranks."""
+    stem, net = _stem(), Chain()
+    model = job.wrap(net, SGD(net.parameters(), lr=0.1))
+    for x, target in job.batches(pairs):
+        if job.ranks > 1 and not isinstance(stem, nn.parallel.DistributedDataParallel):
+            stem = nn.parallel.DistributedDataParallel(stem, process_group=dist.new_subgroups(1)[0])
+        F.mse_loss(model(stem(x)), target).backward()

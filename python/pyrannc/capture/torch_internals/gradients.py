@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -91,3 +93,14 @@ def graph_task() -> int:
     """Inside of a backward: its number."""
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+def any_is_fully_sharded(leaves: Mapping[int, Tensor]) -> bool:
+    """True if layers in FSDP compute with one of these, given by id, in the place of a parameter. Public: none."""
+    if any(getattr(leaf, "_is_flat_param", False) for leaf in leaves.values()):
+        return True
+    # Where nobody has imported it, there are no such layers.
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    kind = getattr(module, "FSDPParam", None)
+    owners = [] if kind is None else [item for item in gc.get_objects() if type(item) is kind]
+    return any(id(getattr(owner, "_unsharded_param", None)) in leaves for owner in owners)
