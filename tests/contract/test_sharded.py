@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
+from zlib import crc32
 
 import pytest
 
@@ -37,6 +38,7 @@ REFUSED = {
     "average_put_in_place": "3",
     "weight_penalty_outside": "3",
     "data_replaced": "3",
+    "overflow_of_a_layer_that_was_moved": "3",
     "vector_to_params": "3",
     "vector_to_params_of_parts": "3",
     "autocast_and_a_step_before_backward": "3",
@@ -49,7 +51,8 @@ _EVERY = 1 if os.environ.get("CONTRACT") == "all" else 13
 def _tried() -> list[tuple[str, Setting]]:
     habits = [h for h in HABITS.values() if h.outcome == "equal" and not h.apart and not h.broken]
     pairs = [(habit.name, setting) for habit in habits for setting in _settings(habit)]
-    return pairs[::_EVERY]
+    # By name: what is tried stays so when habits are added.
+    return [(name, setting) for name, setting in pairs if crc32(f"{name}: {setting}".encode()) % _EVERY == 0]
 
 
 def _settings(habit: Habit) -> tuple[Setting, ...]:

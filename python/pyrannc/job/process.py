@@ -124,6 +124,11 @@ def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else detect_launch().world_size
 
 
+def all_ranks() -> tuple[int, ...]:
+    """All of them, in order. Does not join the others."""
+    return tuple(range(get_world_size()))
+
+
 def barrier() -> None:
     """Wait until all processes have called this. Collective."""
     dist.barrier(group=control())

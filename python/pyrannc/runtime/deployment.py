@@ -99,7 +99,7 @@ class Deployment:
         self._first = variant
         self.device = device
         self._stage_ranks = [stage.ranks for stage in stages]
-        self._stage_of = [self._stage_of_rank(rank) for rank in range(process.get_world_size())]
+        self._stage_of = [self._stage_of_rank(rank) for rank in process.all_ranks()]
         self.stage = self._stage_of[process.get_rank()]
         self.store = ParamStore(model, self._find_holders(variant), device, sync_params=sync_params)
         self._groups, self._gathering_groups = Groups(), Groups(apart=True)
@@ -136,7 +136,7 @@ class Deployment:
         return next(stage for stage, ranks in enumerate(self._stage_ranks) if rank in ranks)
 
     def _find_holders(self, variant: Variant) -> dict[str, tuple[int, ...]]:
-        everyone = tuple(range(process.get_world_size()))
+        everyone = process.all_ranks()
         stages: dict[str, set[int]] = {}
         facts = variant.facts
         for stage, part in enumerate(variant.parts.stages):
@@ -336,7 +336,7 @@ class Deployment:
 
     def _unheld(self, variant: Variant) -> list[str]:
         """What every rank must hold for a captured call, and some do not, or in parts."""
-        everyone, store = tuple(range(process.get_world_size())), self.store
+        everyone, store = process.all_ranks(), self.store
         return [n for n in variant.names_in_tail if store.holders.get(n) != everyone or store.is_in_parts(n)]
 
     def added_buffers(self, variant: Variant) -> list[str]:
@@ -391,7 +391,7 @@ class Deployment:
 
         What the first call did not use, all ranks hold.
         """
-        everyone = tuple(range(process.get_world_size()))
+        everyone = process.all_ranks()
         for ranks, part in zip(self._stage_ranks, variant.parts.stages, strict=True):
             for name in sorted(variant.facts.buffers[buffer].name for buffer in part.mutated_buffers):
                 others = set(self.store.holders.get(name, everyone)) - set(ranks)

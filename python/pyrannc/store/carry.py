@@ -98,7 +98,7 @@ def _filled(frame: Any, tensors: Sequence[Tensor]) -> Any:
 
 def _carry_one(tensors: Sequence[Tensor], holes: Sequence[_Hole], route: Route, device: torch.device) -> list[Tensor]:
     """The tensors of one structure on the host of those who get it, as one message."""
-    rank, everyone = process.get_rank(), set(range(process.get_world_size()))
+    rank, everyone = process.get_rank(), set(process.all_ranks())
     others = [receiver for receiver in route.receivers if receiver != route.source]
     if rank != route.source and rank not in others:
         return []

@@ -270,7 +270,7 @@ class UserOptimizer:
         lists.follow()
         held = set(map(id, store.used.values()))
         items = [item for item in lists.all() if id(item.param) in held]
-        everyone = tuple(range(process.get_world_size()))
+        everyone = process.all_ranks()
         found = self._collect(self.optimizer.state, items, lambda _: everyone)
         for item in items:
             if item.number in found:

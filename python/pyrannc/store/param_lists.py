@@ -87,7 +87,7 @@ class ParamLists:
         held, parts = self._held(param), self._parts_of(param)
         if parts:
             return Listed(number, group, param, tuple(part.rank for part in parts), parts)
-        return Listed(number, group, param, tuple(range(process.get_world_size())) if held is None else held)
+        return Listed(number, group, param, process.all_ranks() if held is None else held)
 
     def _parts_of(self, param: Tensor) -> tuple[Part, ...]:
         if id(param) not in self._known:

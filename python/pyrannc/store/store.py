@@ -244,7 +244,7 @@ class ParamStore:
             tensor: the parameter or buffer.
             contents: on rank 0, of its shape and type.
         """
-        everyone = tuple(range(process.get_world_size()))
+        everyone = process.all_ranks()
         given = tensor if contents is None else contents
         arrived = from_first(given, self.holders.get(name, everyone), self._device)
         if arrived is not None:
@@ -274,7 +274,7 @@ class ParamStore:
         contents = self.full(name, buffer).to(self._device)
         if not self.is_local(name):
             bring_here(buffer, contents)
-        self.holders = {**self.holders, name: tuple(range(process.get_world_size()))}
+        self.holders = {**self.holders, name: process.all_ranks()}
 
     @torch.no_grad()
     def share_buffer(self, name: str, owner: int, group: Group | None) -> None:

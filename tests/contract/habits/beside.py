@@ -190,3 +190,19 @@ def layers_in_ddp_of_some_ranks(job: Job) -> None:
         if job.ranks > 1 and not isinstance(stem, nn.parallel.DistributedDataParallel):
             stem = nn.parallel.DistributedDataParallel(stem, process_group=dist.new_subgroups(1)[0])
         F.mse_loss(model(stem(x)), target).backward()
+
+
+@equal(note="the sum over ranks, no mean: each has its share of the global batch's")
+def layers_before_the_model_summed_by_the_script(job: Job) -> None:
+    """The script itself sums gradients of layers before the model over ranks (`dist.all_reduce`)."""
+    stem, net = _stem(), Chain()
+    own = SGD(stem.parameters(), lr=0.1)
+    model = job.wrap(net, SGD(net.parameters(), lr=0.1))
+    for x, target in job.batches(pairs):
+        F.mse_loss(model(stem(x)), target).backward()
+        for param in stem.parameters() if job.ranks > 1 else ():
+            dist.all_reduce(param.grad)
+        job.same("gradients", [param.grad for param in stem.parameters()])
+        own.step()
+        own.zero_grad()
+    job.same("stem", list(stem.parameters()))

@@ -54,8 +54,8 @@ fn failed_alone(peers: &Peers, limits: &Limits) -> Option<String> {
             other.beat.calls.has_failed_in(call.place) && other.rests(limits.different) && !repeats(other)
         })?;
         Some(format!(
-            "{} has failed on rank {failed}, which {} now, while rank {rank} waits {}: an exception in it has to end the \
-             script, unless all ranks catch it",
+            "{} has failed on rank {failed}, which {} now, while rank {rank} waits {}: a script may catch an \
+             exception that all ranks get, but one of a rank alone has to end it",
             call.name,
             other.state(),
             peer.beat.place()
