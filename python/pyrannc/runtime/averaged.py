@@ -39,7 +39,11 @@ def _looked_for(leaves: Mapping[int, Tensor]) -> set[int]:
             "as they are, and have their parameters in the optimizer that you give to RaNNCModule"
         )
     held = dict[int, DistributedDataParallel]()
-    for ddp in [item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel)]:
+    # Those whose making has failed reduce nothing.
+    whole = [
+        ddp for ddp in gc.get_objects() if issubclass(type(ddp), DistributedDataParallel) and hasattr(ddp, "reducer")
+    ]
+    for ddp in whole:
         held |= dict.fromkeys(_reduced(ddp) & leaves.keys(), ddp)
     if any(ddp.process_group.size() != process.get_world_size() for ddp in held.values()):
         raise RaNNCError(
