@@ -31,7 +31,6 @@ from pyrannc.call.variant import MOST_VALUES, CallKey, RowMixing, Variant, Varia
 from pyrannc.capture import Captured, CaptureOptions, Sample, flatten
 from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.torch_internals.compiler import start_compiling_processes
-from pyrannc.capture.torch_internals.gradients import at_end_of_backward
 from pyrannc.capture.torch_internals.levels import transforms_are_active
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import CaptureError, ConfigError, PeerError, PlanError, RaNNCError, first_line
@@ -46,7 +45,7 @@ from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.givers import Leaves
 from pyrannc.runtime.step import Step, StepOptions
-from pyrannc.store.after_backward import finish_backward
+from pyrannc.store.after_backward import CallOfBackward, finish_backward, note_share, watch_beside
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.shared_params import refuse_deployed
 from pyrannc.switches import switches
@@ -244,6 +243,8 @@ class RaNNCModule(DeployedModel):
         options = StepOptions(
             reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph, leaves=self._leaves(call)
         )
+        note_share(call.batch.own_count / call.batch.total)
+        watch_beside()
         before = self._before_backward(deployment, variant, call)
         with no_autocast():
             context = deployment.prepare(variant, program)
@@ -257,8 +258,8 @@ class RaNNCModule(DeployedModel):
         """What the call's tensors may have been computed from, if they require gradients."""
         if not any(tensor.requires_grad for tensor in call.tensors):
             return Leaves()
-        optimizer, store = self._user_optimizer, self._deployed("forward").store
-        averaged = [] if optimizer is None else optimizer.everywhere()
+        store = self._deployed("forward").store
+        averaged = [param for optimizer in UserOptimizer.deployed() for param in optimizer.everywhere()]
         return Leaves(frozenset(map(id, averaged)), frozenset(map(id, store.used.values())))
 
     def _set_limits(self, variant: Variant) -> None:
@@ -320,7 +321,7 @@ class RaNNCModule(DeployedModel):
             scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
             if scale is not None:
                 drift.note_factor(scale)
-            at_end_of_backward(lambda: finish_backward(store, optimizer, share, scale, stages=stages, spread=spread))
+            finish_backward(CallOfBackward(store, optimizer, share, scale, stages, spread))
 
         return begin
 

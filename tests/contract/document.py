@@ -17,6 +17,7 @@ _SECTIONS = {
     "loops": "Training loops",
     "optimizers": "Optimizers",
     "beside": "Beside the model",
+    "beside_in_ddp": "Beside the model, in what averages by itself",
     "precision": "Mixed precision",
     "changes": "Changes between calls",
     "attributes": "What is kept in Python",

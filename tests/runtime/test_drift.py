@@ -141,6 +141,22 @@ def test_factors_may_differ_by_rounding(of_rank_1: float, call: int, ranks: Rank
     assert ranks(2).run(_factor, of_rank_1) == [call, call]
 
 
+def _now_and_then(every: int) -> int:
+    """One step in so many begins otherwise on one rank."""
+    drift = _watching(torch.ones(2))
+
+    def begin(call: int) -> None:
+        weight = 2.0 if call % every == every - 2 and pyrannc.get_rank() else 1.0
+        drift.note_factor(torch.tensor(weight, dtype=torch.bfloat16))
+
+    return _refused_at(drift, 30, begin)[0]
+
+
+@pytest.mark.parametrize(("every", "call"), [(4, 5), (10, 14)])
+def test_a_factor_that_differs_in_some_steps_is_told(every: int, call: int, ranks: Ranks) -> None:
+    assert ranks(2).run(_now_and_then, every) == [call, call]
+
+
 def _of_other_ranks() -> int:
     param = torch.full((4,), float(pyrannc.get_rank()))
     return _refused_at(_watching(param, (pyrannc.get_rank(),)), 10)[0]

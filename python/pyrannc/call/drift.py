@@ -26,6 +26,9 @@ _APART = 100
 _ROUNDINGS, _MOST = 100, 0.01
 """By how many roundings, and by which share at most, copies may differ: each kind of device rounds its way."""
 
+_FADING = 0.99
+"""What is left of a factor from one backward to the next: such as ranks have in turns do not make up for each other."""
+
 _Ranks = tuple[int, ...]
 _OTHERS: _Ranks = ()
 """In the place of ranks: what is no model's, which every rank may have."""
@@ -43,7 +46,9 @@ class Drift:
         self._look_at = 1
         self._compare_at = 0
         self._norms: dict[_Ranks, Sent] = {}
-        self._factor: Sent | None = None
+        self._factors: Tensor | None = None
+        self._factor: tuple[Sent, float] | None = None
+        self._rounds = torch.float32
         self._others: list[weakref.ref[Optimizer]] = []
 
     def watch_other(self, optimizer: Optimizer) -> None:
@@ -80,14 +85,21 @@ class Drift:
             self._compare_at = self._calls + _LATER
             self._look_at = max(self._compare_at, min(2 * self._calls, self._calls + _APART))
 
+    @torch.no_grad()
     def note_factor(self, factor: Tensor) -> None:
-        """Takes note of the gradient that the script gives to a loss: of the first one since the last comparison."""
-        if self._factor is None and process.get_world_size() > 1:
-            self._factor = Sent(factor.detach())
+        """Takes note of the gradient that the script gives to a loss: all since the last look add up, fading."""
+        if process.get_world_size() == 1:
+            return
+        factor, self._rounds = factor.detach(), factor.dtype
+        wide = factor.to(torch.promote_types(factor.dtype, torch.float32))
+        self._factors = wide.clone() if self._factors is None else torch.add(wide, self._factors, alpha=_FADING)
 
     @torch.no_grad()
     def _look(self) -> None:
         groups = self._groups().items()
+        if self._factors is not None:
+            self._factor = Sent(self._factors), _tolerated(self._rounds)
+            self._factors = None
         self._norms = {ranks: Sent(torch.stack(norm_of_each([*params.values()]))) for ranks, params in groups if params}
 
     def _groups(self) -> dict[_Ranks, dict[str, Tensor]]:
@@ -109,7 +121,9 @@ class Drift:
         self._norms, self._factor = {}, None
         digests = {ranks: digest(sent.arrived()) for ranks, sent in norms.items()}
         everyone: list[tuple[dict[_Ranks, int], _Factor | None]]
-        everyone = agree.gather_objects((digests, None if factor is None else _Factor.of(factor.arrived())))
+        everyone = agree.gather_objects(
+            (digests, None if factor is None else _Factor(float(factor[0].arrived()), factor[1]))
+        )
         _refuse_factors([found for _, found in everyone])
         known: dict[_Ranks, int] = {}
         differ = {ranks for own, _ in everyone for ranks in own if known.setdefault(ranks, own[ranks]) != own[ranks]}
@@ -136,14 +150,10 @@ class Drift:
 
 @dataclass(frozen=True)
 class _Factor:
-    """What a loss is multiplied with, and by which share it may differ."""
+    """What losses were multiplied with, added up, and by which share it may differ."""
 
     value: float
     tolerated: float
-
-    @staticmethod
-    def of(factor: Tensor) -> _Factor:
-        return _Factor(float(factor), _tolerated(factor.dtype))
 
 
 @dataclass(frozen=True)
@@ -210,9 +220,10 @@ def _refuse_factors(everyone: Sequence[_Factor | None]) -> None:
         known = factors[first]
         if _difference(known.value, factor.value) > known.tolerated * abs(known.value):
             raise MismatchError(
-                f"the backward of the loss began with another factor on rank {rank} ({factor.value!r}) than on rank "
-                f"{first} ({known.value!r}). The loss that the model returns is that of the global batch, the same on "
-                "all ranks: multiply it by the same number on all of them, or weight rows inside of the model"
+                f"backwards of the loss began with another factor on rank {rank} than on rank {first} (added up over "
+                f"calls, fading: {factor.value!r} and {known.value!r}). The loss that the model returns is that of the "
+                "global batch, the same on all ranks: multiply it by the same number on all of them, or weight rows "
+                "inside of the model"
             )
 
 

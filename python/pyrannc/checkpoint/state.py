@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ def full_state_dict(
         kwargs: likewise.
         rank0_only: only rank 0 gets it; the others get an empty dict.
     """
-    gathered = full_tensors(store, rank0_only=rank0_only)
+    gathered = full_tensors(model, store, rank0_only=rank0_only)
     if rank0_only and process.get_rank() != 0:
         return {}
     with reparametrized(model, dict(_by_place(model, gathered))):
@@ -33,11 +33,29 @@ def full_state_dict(
     return state
 
 
-def full_tensors(store: ParamStore, *, rank0_only: bool) -> dict[int, Tensor]:
-    """All parameters and buffers on the host, by ``id``; with ``rank0_only`` none but on rank 0. All ranks call it."""
+def full_tensors(model: nn.Module, store: ParamStore, *, rank0_only: bool) -> dict[int, Tensor]:
+    """All parameters and buffers on the host, by ``id``; with ``rank0_only`` none but on rank 0. All ranks call it.
+
+    Raises:
+        RaNNCError: the model has parameters that no call has seen; on all ranks.
+    """
+    known = {id(tensor) for _, tensor in store.tensors()}
+    agree.together(lambda: _refuse_late(model, known))
     take = store.on_first if rank0_only else store.full
     found = {id(tensor): take(name, tensor) for name, tensor in store.tensors()}
+    # No call has read those that the script has put there since.
+    late = [buffer for buffer in model.buffers() if id(buffer) not in known]
+    found.update((id(buffer), buffer.detach().to("cpu", copy=True)) for buffer in late)
     return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+
+def _refuse_late(model: nn.Module, known: Set[int]) -> None:
+    late = next((name for name, param in model.named_parameters() if id(param) not in known), None)
+    if late is not None:
+        raise RaNNCError(
+            f'parameter "{late}" was put into the model after its last call, so no rank knows its values yet: call the '
+            "model first"
+        )
 
 
 @dataclass

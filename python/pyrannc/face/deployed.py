@@ -227,7 +227,9 @@ class DeployedModel(StateOfModel):
     @announced("allreduce_grads()")
     def allreduce_grads(self) -> None:
         """Sums gradients that were left unreduced by ``delay_grad_allreduce(True)``. All ranks call it."""
-        self._deployed("allreduce_grads").gradients.reduce_delivered()
+        gradients = self._deployed("allreduce_grads").gradients
+        if gradients.pending:
+            gradients.reduce_delivered()
 
     def _follow_trainable(self) -> None:
         """Takes over that ``requires_grad`` of some parameters has changed; all ranks do."""

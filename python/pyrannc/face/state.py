@@ -133,7 +133,7 @@ class StateOfModel(LoadsItself, ShownModel):
             copied = copy.deepcopy((self.model, self.__dict__["optimizer"], self._options), memo)
         else:
             with collective("copy.deepcopy(model)"):
-                full = full_tensors(self._deployment.store, rank0_only=False)
+                full = full_tensors(self.model, self._deployment.store, rank0_only=False)
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 whole = full[id(tensor)]
                 is_param = isinstance(tensor, nn.Parameter)

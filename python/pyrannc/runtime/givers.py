@@ -19,7 +19,7 @@ from pyrannc.core.graph import GraphFacts
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
-from pyrannc.runtime.averaged import averaged
+from pyrannc.store.in_ddp import in_ddp, note_leading, refuse_fsdp
 
 _LEAF, _CHECKPOINT = "torch::autograd::AccumulateGrad", "CheckpointFunctionBackward"
 
@@ -73,11 +73,14 @@ def sources(
     def found() -> dict[int, Source]:
         made = {value: Source(own_weight, is_divided, facts.values[value].row_dim is None) for value in led}
         for value, source in made.items():
-            source.follow(led[value], leaves)
+            source.follow(led[value])
         params = [leaf for source in made.values() for leaf in source.params()]
-        in_ddp = averaged(params) if is_divided else set[int]()
+        by_ddp = set[int]()
+        if params and process.get_world_size() > 1:
+            refuse_fsdp(params)
+            by_ddp = in_ddp(params)
         for source in made.values():
-            source.sort(leaves, in_ddp)
+            source.sort(leaves, by_ddp)
             source.settle(program)
         return made
 
@@ -124,10 +127,10 @@ class Source:
     _leaves: list[Any] = field(default_factory=list)
     _averaged: list[Any] = field(default_factory=list)
     _own: list[Any] = field(default_factory=list)
-    _in_ddp: list[Any] = field(default_factory=list)
+    _by_ddp: list[Any] = field(default_factory=list)
     _others: list[Any] = field(default_factory=list)
 
-    def follow(self, tensor: Tensor, leaves: Leaves) -> None:
+    def follow(self, tensor: Tensor) -> None:
         """Finds them."""
         seen = set[Any]()
         stack: list[Any] = [get_gradient_edge(tensor).node]
@@ -141,7 +144,7 @@ class Source:
                 self._calls.append(call.__self__.gives)
             elif node.name() == _LEAF:
                 self._leaves.append(node)
-            elif node.name() == _CHECKPOINT and leaves.averaged and self.is_divided:
+            elif node.name() == _CHECKPOINT and process.get_world_size() > 1:
                 raise RaNNCError(
                     "an input of the model was computed by torch.utils.checkpoint with use_reentrant=True, which hides "
                     "from what: use_reentrant=False shows it"
@@ -153,14 +156,14 @@ class Source:
         """The parameters of modules among what was found."""
         return [node.variable for node in self._leaves if isinstance(node.variable, nn.Parameter)]
 
-    def sort(self, leaves: Leaves, in_ddp: Set[int]) -> None:
+    def sort(self, leaves: Leaves, by_ddp: Set[int]) -> None:
         """Tells the leaves apart, given the ids of those whose gradients the script averages."""
         for node in self._leaves:
             leaf = id(node.variable)
             if leaf in leaves.own:
                 self._own.append(node)
-            elif leaf in in_ddp:
-                self._in_ddp.append(node)
+            elif leaf in by_ddp:
+                self._by_ddp.append(node)
             else:
                 (self._averaged if leaf in leaves.averaged else self._others).append(node)
 
@@ -177,25 +180,14 @@ class Source:
 
     def gradient_of_local_loss(self, grad: Tensor) -> Tensor:
         """Given the gradient of an input, that which its makers take. Called inside of a backward."""
-        if not self.is_divided:
-            return grad / self.weight if self.weight else grad
-        if any(map(leaf_runs_in_backward, self._own)):
-            raise RaNNCError(
-                "an input of the model was computed with a parameter of the same model outside of its forward, and "
-                "ranks have no sum of what it gets there: compute that inside of the forward, or detach() it"
-            )
-        weighted = bool(self._calls) or any(map(leaf_runs_in_backward, self._averaged))
-        in_ddp, others = (any(map(leaf_runs_in_backward, leaves)) for leaves in (self._in_ddp, self._others))
-        if weighted + in_ddp + others > 1:
-            raise RaNNCError(
-                "an input of the model was computed from what ranks give a weight, such as parameters in its optimizer "
-                "or what another wrapped model returns, and from another tensor that requires gradients, which has "
-                "none or another one, and both get theirs in one backward: put what computes the input into one module "
-                "with the model and wrap that, or detach() one of them"
-            )
-        if in_ddp:
+        weighted, by_ddp = bool(self._calls) or _run(self._averaged), _run(self._by_ddp)
+        self._refuse_several(weighted, by_ddp)
+        if by_ddp:
+            note_leading(node.variable for node in self._by_ddp)
             # Of which the ranks take the mean, where the sum is the global batch's.
             return grad * process.get_world_size()
+        if not self.is_divided:
+            return grad / self.weight if self.weight else grad
         if not weighted:
             return grad
         weight = self.weight or self.own_weight
@@ -206,3 +198,24 @@ class Source:
                 "computes the input into one module with the model and wrap that"
             )
         return grad / weight if weight else grad
+
+    def _refuse_several(self, weighted: bool, by_ddp: bool) -> None:
+        """Raises where makers take gradients of different weights in this backward."""
+        if self.is_divided and _run(self._own):
+            raise RaNNCError(
+                "an input of the model was computed with a parameter of the same model outside of its forward, and "
+                "ranks have no sum of what it gets there: compute that inside of the forward, or detach() it"
+            )
+        others = _run(self._others)
+        if (weighted + others > 1 and self.is_divided) or (by_ddp and (weighted or others)):
+            raise RaNNCError(
+                "an input of the model was computed from what ranks give a weight, such as parameters in its optimizer "
+                "or in DistributedDataParallel, or what another wrapped model returns, and from another tensor that "
+                "requires gradients, which has none or another one, and both get theirs in one backward: put what "
+                "computes the input into one module with the model and wrap that, or detach() one of them"
+            )
+
+
+def _run(leaves: list[Any]) -> bool:
+    """Inside of a backward: true when the leaf of one of these nodes gets a gradient."""
+    return any(map(leaf_runs_in_backward, leaves))

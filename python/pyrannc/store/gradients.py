@@ -311,6 +311,11 @@ class Gradients:
             self._share_out()
             self.pending = True
         given = current.copy() if keep else current
+        if summed and not sum_now:
+            # The reduction to come sums them once more.
+            for index, bucket in enumerate(self._buckets):
+                if len(bucket.ranks) > 1 and not bucket.is_spread:
+                    given.bucket(index).div_(len(bucket.ranks))
         if scale is not None:
             scale_each(list(given.flats.values()), scale)
         given.settle()

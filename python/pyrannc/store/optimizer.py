@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, count
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +42,11 @@ class UserOptimizer:
 
     Attributes:
         optimizer: the user's.
+        number: among all that train deployed models, equal on all ranks; -1 before.
     """
+
+    _numbered: ClassVar[weakref.WeakValueDictionary[int, UserOptimizer]] = weakref.WeakValueDictionary()
+    _numbers: ClassVar[Iterator[int]] = count()
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> UserOptimizer:
@@ -55,6 +60,16 @@ class UserOptimizer:
         return cls._of_known(optimizer) is not None
 
     @classmethod
+    def deployed(cls) -> list[UserOptimizer]:
+        """Those that train deployed models."""
+        return [own for _, own in sorted(cls._numbered.items()) if own._lists is not None]
+
+    @classmethod
+    def numbered(cls, number: int) -> UserOptimizer:
+        """The one of this number."""
+        return cls._numbered[number]
+
+    @classmethod
     def _of_known(cls, optimizer: Optimizer) -> UserOptimizer | None:
         made = getattr(getattr(optimizer, "__dict__", {}).get("state_dict"), "__self__", None)
         return made if isinstance(made, cls) else None
@@ -66,6 +81,7 @@ class UserOptimizer:
                 "further ones work beside it without being given to it"
             )
         self.optimizer = optimizer
+        self.number = -1
         self._lists: ParamLists | None = None
         self._first_has_state = False
         self._listed_key: tuple[list[int], list[int]] | None = None
@@ -96,8 +112,8 @@ class UserOptimizer:
         return [item.param for item in lists.all()]
 
     def everywhere(self) -> list[Tensor]:
-        """The parameters that no Stage computes with; none while no model is deployed."""
-        return [] if self._lists is None else self._lists.everywhere
+        """The parameters that no Stage computes with, as it lists them now; none while no model is deployed."""
+        return [] if self._lists is None else self._lists.everywhere()
 
     @cached_property
     def is_by_element(self) -> bool:
@@ -166,6 +182,9 @@ class UserOptimizer:
         lists.add(store)
         lists.agree()
         self._lists = lists
+        if self.number < 0:
+            self.number = next(self._numbers)
+            self._numbered[self.number] = self
         of_model = set(map(id, store.params.values()))
         moved = [item for item in lists.all() if first or id(item.param) in of_model]
         if process.get_world_size() > 1 and (switches().sync_params_on_init or self._first_has_state):
@@ -173,7 +192,7 @@ class UserOptimizer:
             self._first_has_state = False
         agree.together(lambda: self._leave_own(moved))
         if first and switches().sync_params_on_init:
-            _give_params(lists.everywhere)
+            _give_params(self.everywhere())
 
     def _leave_own(self, moved: list[Listed]) -> None:
         """Drops the state of what is of other ranks, and puts that of the others where it belongs."""
@@ -297,12 +316,15 @@ class UserOptimizer:
         lists = self._lists
         with collective("optimizer.add_param_group(...)"):
             lists.follow()
+            before = set(map(id, self.everywhere()))
             try:
                 agree.together(lambda: self._plain_add_param_group(param_group))
             except Exception:
                 del self.optimizer.param_groups[len(lists.sizes) :]
                 raise
             lists.follow()
+            if switches().sync_params_on_init:
+                _give_params([param for param in self.everywhere() if id(param) not in before])
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
         forget_overflow(self.listed_ids())

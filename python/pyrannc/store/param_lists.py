@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from pyrannc.errors import MismatchError
 from pyrannc.job import agree, process
 from pyrannc.store.divided import DividedParams, Part
-from pyrannc.store.own_listed import end_failed_step
+from pyrannc.store.own_listed import all_listed, end_failed_step
 from pyrannc.store.store import ParamStore
 
 Label: TypeAlias = "tuple[int, str, int]"
@@ -49,13 +49,13 @@ class ParamLists:
 
     Attributes:
         stores: of the models.
-        everywhere: those parameters that no Stage computes with.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.stores: list[ParamStore] = []
-        self.everywhere: list[Tensor] = []
+        self._everywhere: list[Tensor] = []
+        self._everywhere_key: list[tuple[int, int]] | None = None
         self._known: dict[int, tuple[Label, tuple[int, ...] | None]] = {}
         self._full: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         self._names = _names_given(optimizer)
@@ -78,10 +78,15 @@ class ParamLists:
             for place, store in enumerate(self.stores)
             for name, param in store.params.items()
         }
-        self._note_everywhere()
+        self._everywhere_key = None
 
-    def _note_everywhere(self) -> None:
-        self.everywhere = [item.param for item in self.all() if self._held(item.param) is None]
+    def everywhere(self) -> list[Tensor]:
+        """Those listed now that no Stage computes with; the same list again while nothing changes."""
+        key = [(id(group["params"]), len(group["params"])) for group in self._optimizer.param_groups]
+        if key != self._everywhere_key:
+            self._everywhere_key = key
+            self._everywhere = [param for param in all_listed(self._optimizer) if self._held(param) is None]
+        return self._everywhere
 
     def _listed(self, number: int, group: int, param: Tensor) -> Listed:
         held, parts = self._held(param), self._parts_of(param)
@@ -162,7 +167,7 @@ class ParamLists:
             labels = found[0] if all(labels == found[0] for labels in found) else self._joined(place, found)
             full.append([foreign[label[2]] if label[0] < 0 else params[label] for label in labels])
         self._full = full
-        self._note_everywhere()
+        self._everywhere_key = None
         for group, listed in zip(self._optimizer.param_groups, full, strict=True):
             group["params"] = list(listed)
             if "param_names" in group:

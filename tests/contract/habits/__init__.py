@@ -5,6 +5,7 @@ from tests.contract.habit import HABITS
 from . import (  # noqa: F401  # the order of the document
     attributes,
     beside,
+    beside_in_ddp,
     calls,
     chance,
     changes,

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests.contract.habit import equal, refused
@@ -140,58 +139,6 @@ def layers_behind_in_an_optimizer_made_later(job: Job) -> None:
         optimizer.step()
 
 
-def _in_ddp(job: Job, net: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(net) if job.ranks > 1 else net
-
-
-@equal()
-def layers_in_ddp_before_the_model(job: Job) -> None:
-    """Layers before the model are in `DistributedDataParallel`, and in an optimizer of their own."""
-    stem, net = _stem(), Chain()
-    layers, own = _in_ddp(job, stem), SGD(stem.parameters(), lr=0.1)
-    model = job.wrap(net, SGD(net.parameters(), lr=0.1))
-    for x, target in job.batches(pairs):
-        F.mse_loss(model(layers(x)), target).backward()
-        job.same("gradients", [param.grad for param in stem.parameters()])
-        own.step()
-        own.zero_grad()
-    job.same("stem", list(stem.parameters()))
-
-
-@equal()
-def layers_in_ddp_and_in_the_optimizer_of_the_model(job: Job) -> None:
-    """Layers before the model are in `DistributedDataParallel`, and in one optimizer with it."""
-    stem = _stem()
-    layers = _in_ddp(job, stem)
-
-    def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(model(layers(x)), target, reduction="sum") / max(1, len(x))
-
-    _between(job, Chain(), loss, *stem.parameters())
-
-
-@refused("RaNNCError", "FSDP", "optimizer that you give", instead="leave them as they are, in one optimizer with it")
-def layers_in_fsdp_before_the_model(job: Job) -> None:
-    """Layers before the model are in `fully_shard`."""
-    stem, net = _stem(), Chain()
-    model = job.wrap(net, SGD(net.parameters(), lr=0.1))
-    if job.ranks > 1:
-        fully_shard(stem)
-    for x, target in job.batches(pairs):
-        F.mse_loss(model(stem(x)), target).backward()
-
-
-@refused("RaNNCError", "some of the ranks", instead="a group of all ranks")
-def layers_in_ddp_of_some_ranks(job: Job) -> None:
-    """Layers before the model are in `DistributedDataParallel` over some of the ranks."""
-    stem, net = _stem(), Chain()
-    model = job.wrap(net, SGD(net.parameters(), lr=0.1))
-    for x, target in job.batches(pairs):
-        if job.ranks > 1 and not isinstance(stem, nn.parallel.DistributedDataParallel):
-            stem = nn.parallel.DistributedDataParallel(stem, process_group=dist.new_subgroups(1)[0])
-        F.mse_loss(model(stem(x)), target).backward()
-
-
 @equal(note="the sum over ranks, no mean: each has its share of the global batch's")
 def layers_before_the_model_summed_by_the_script(job: Job) -> None:
     """The script itself sums gradients of layers before the model over ranks (`dist.all_reduce`)."""
@@ -206,3 +153,113 @@ def layers_before_the_model_summed_by_the_script(job: Job) -> None:
         own.step()
         own.zero_grad()
     job.same("stem", list(stem.parameters()))
+
+
+@equal()
+def head_on_features(job: Job) -> None:
+    """A layer behind the model, in its optimizer, is trained on what the model computes in `torch.no_grad()`."""
+    net, head = Chain(), nn.Linear(WIDTH, WIDTH)
+    optimizer = SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    model = job.wrap(net, optimizer)
+    for x, target in job.batches(pairs):
+        with torch.no_grad():
+            features = model(x)
+        optimizer.zero_grad()
+        F.mse_loss(head(features), target).backward()
+        job.same("gradients", [param.grad for param in head.parameters()])
+        optimizer.step()
+    job.same("head", list(head.parameters()))
+
+
+@equal()
+def head_with_a_loss_of_its_own(job: Job) -> None:
+    """A layer behind the model, in its optimizer, has other losses besides, whose backwards do not reach the model."""
+    head = nn.Linear(WIDTH, WIDTH)
+
+    def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        out = model(x)
+        F.mse_loss(head(out.detach()), target).backward()
+        F.mse_loss(head(out), x).backward(inputs=list(head.parameters()), retain_graph=True)
+        return F.mse_loss(head(out), target)
+
+    _between(job, Chain(), loss, *head.parameters())
+
+
+@equal()
+def layers_before_two_models(job: Job) -> None:
+    """Two models with an optimizer each take what one layer computes, which is in the optimizer of one of them."""
+    stem, first, second = _stem(), Chain(), Chain()
+    optimizers = [SGD([*first.parameters(), *stem.parameters()], lr=0.1), SGD(second.parameters(), lr=0.1)]
+    models = [job.wrap(net, own) for net, own in zip((first, second), optimizers, strict=True)]
+    for step, (x, target) in enumerate(job.batches(pairs)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        used = models if step < 2 else models[1:]
+        found = stem(x)
+        torch.stack([F.mse_loss(model(found), target) for model in used]).sum().backward()
+        job.same("gradients", [param.grad for param in stem.parameters()])
+        for optimizer in optimizers:
+            optimizer.step()
+    job.same("stem", list(stem.parameters()))
+    for model in models:
+        job.state(model)
+
+
+def _later(job: Job, add: Callable[[Optimizer, nn.Module], None], *, given: bool) -> None:
+    """Trains a model, and from the second step on a layer behind it that comes to the optimizer then."""
+    net = Chain()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer if given else None)
+    torch.manual_seed(job.rank)
+    head = nn.Linear(WIDTH, WIDTH)
+    for step, (x, target) in enumerate(job.batches(pairs, steps=4)):
+        optimizer.zero_grad()
+        if step == 1:
+            add(optimizer, head)
+        F.mse_loss(head(model(x)) if step else model(x), target).backward()
+        optimizer.step()
+    job.same("head", list(head.parameters()))
+    job.state(model)
+
+
+@equal()
+def layers_behind_added_later(job: Job) -> None:
+    """A layer behind the model, which ranks have drawn otherwise, comes to its optimizer later (`add_param_group`)."""
+    _later(job, lambda optimizer, head: optimizer.add_param_group({"params": head.parameters()}), given=True)
+
+
+@equal()
+def layers_behind_added_to_an_optimizer_of_later(job: Job) -> None:
+    """As above, and `RaNNCModule` was not given the optimizer."""
+    _later(job, lambda optimizer, head: optimizer.add_param_group({"params": head.parameters()}), given=False)
+
+
+@equal()
+def layers_behind_listed_later_by_hand(job: Job) -> None:
+    """A layer behind the model, the same on all ranks, is appended to `param_groups` by hand."""
+
+    def add(optimizer: Optimizer, head: nn.Module) -> None:
+        torch.manual_seed(9)
+        for param in head.parameters():
+            nn.init.normal_(param)
+        optimizer.param_groups[0]["params"] += head.parameters()
+
+    _later(job, add, given=True)
+
+
+@refused("RaNNCError", "different shares", settings=(REPLICAS,), instead="`backward()` of each loss by itself")
+def two_shares_in_one_backward(job: Job) -> None:
+    """One backward comes by two calls in which ranks have other shares of the batch, and by a layer behind them."""
+    net, head = Chain(), nn.Linear(WIDTH, WIDTH)
+    model = job.wrap(net, SGD([*net.parameters(), *head.parameters()], lr=0.1))
+    for x, target in job.batches(pairs):
+        fewer = x[: 2 + job.rank]
+        (F.mse_loss(head(model(x)), target) + head(model(fewer)).square().mean()).backward()
+
+
+@refused("RaNNCError", "hook", "put the layer into the model", instead="change `.grad` after `backward()`")
+def hook_on_layers_behind_the_model(job: Job) -> None:
+    """A layer behind the model, in its optimizer, clamps its gradient in a hook."""
+    head = nn.Linear(WIDTH, WIDTH)
+    head.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    _between(job, Chain(), lambda model, x, target: F.mse_loss(head(model(x)), target), *head.parameters())

@@ -161,3 +161,29 @@ def reduction_switched_before_backward(job: Job) -> None:
         pyrannc.delay_grad_allreduce(delayed)
         ((out - target).square().sum() / max(1, len(x))).backward()
     job.gradients(model)
+
+
+@equal()
+def reduction_switched_before_backward_of_a_loss_inside(job: Job) -> None:
+    """As above, and the loss is inside of the model, whose gradients are summed already."""
+    model = job.wrap(Returns(Chain(), F.mse_loss))
+    for step, delayed in enumerate((True, False, True, True, False)):
+        loss = model(*job.batch(pairs, step))
+        pyrannc.delay_grad_allreduce(delayed)
+        loss.backward(retain_graph=step == 2)
+        if step == 2:
+            loss.backward()
+    job.gradients(model)
+
+
+@equal()
+def reduction_asked_for_again(job: Job) -> None:
+    """The script calls `model.allreduce_grads()` before each step, though nothing was delayed."""
+    net = Chain()
+    model = job.wrap(net)
+    for step in range(2):
+        x, target = job.batch(pairs, step)
+        ((model(x) - target).square().sum() / max(1, len(x))).backward()
+        for _ in range(2 if job.ranks > 1 else 0):
+            model.allreduce_grads()  # type: ignore[operator]  # RaNNC's
+    job.gradients(model)

@@ -478,3 +478,26 @@ def average_put_in_place(job: Job) -> None:
             param.data = former[name]
         learn(job, model, optimizer, step=step)
     job.state(model)
+
+
+@equal()
+def state_with_a_buffer_of_the_script(job: Job) -> None:
+    """The script assigns a buffer that the forward does not read, between calls, and saves and copies the model."""
+    net = Returns(Chain(), F.mse_loss)
+    net.register_buffer("epoch", torch.tensor(0))
+    optimizer = Adam(net.parameters(), lr=0.01)
+    model = job.wrap(net, optimizer)
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
+        net.epoch = torch.tensor(step + 1)
+        job.state(model)
+    job.state(copy.deepcopy(model))
+
+
+@refused("RaNNCError", "after its last call", "call the model", instead="call the model first")
+def state_with_layers_that_no_call_has_seen(job: Job) -> None:
+    """The model gets another layer, and its state is saved before its next call."""
+    net, model, _ = _learned(job)
+    net.adapter = nn.Linear(2, 2)
+    if job.ranks > 1:
+        job.state(model)
