@@ -144,12 +144,12 @@ class DeployedModel(StateOfModel):
             )
         store = self._deployment.store
         deployment = self._deployment
-        agree.together(lambda: self._guard_params(deployment))
         self._agreement.deployment = next(_deployments)
         self._note_used_params(store)
         agree.together(lambda: note_deployed(store, self._user_optimizer))
         if self._user_optimizer is not None:
             self._user_optimizer.narrow(store)
+        agree.together(lambda: self._guard_params(deployment))
         self._later = LaterOptimizers(store, self.optimizer, self._agreement.drift.watch_other)
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
@@ -253,7 +253,9 @@ class DeployedModel(StateOfModel):
         trainable = [param.requires_grad for param in store.used.values()]
         self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable, spread)
         whole = {name: param for name, param in store.local_params().items() if not store.is_in_parts(name)}
-        self._agreement.drift.watch(whole, store.holders)
+        beside = {} if self._user_optimizer is None else self._user_optimizer.beside(store)
+        holders = {**store.holders, **dict.fromkeys(beside, process.all_ranks())}
+        self._agreement.drift.watch({**whole, **beside}, holders)
 
     def _give_up_deployment(self) -> None:
         """Like ``undeploy()``, but gradients stay."""

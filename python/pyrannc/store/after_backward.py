@@ -108,19 +108,23 @@ def _ending() -> _Ending:
 
 @torch.no_grad()
 def _finish(ending: _Ending) -> None:
-    beside = any(call.optimizer is not None and _beside(call.optimizer) for call in ending.calls)
-    if not (beside or ending.touched or any(call.judges_overflow for call in ending.calls)):
+    beside = any(_trains_beside(optimizer, ending) for optimizer in UserOptimizer.deployed())
+    if not (beside or any(call.judges_overflow for call in ending.calls)):
         return
     with collective("loss.backward()"):
-        if beside or ending.touched:
+        if beside:
             _average_beside(ending)
         for call in ending.calls:
             if call.judges_overflow:
                 _judge_overflow(call.store, call.optimizer, call.scale)
 
 
-def _beside(optimizer: UserOptimizer) -> list[Tensor]:
-    return [param for param in optimizer.everywhere() if param.requires_grad]
+def _trains_beside(optimizer: UserOptimizer, ending: _Ending) -> bool:
+    """True where ranks have gradients to average of what it trains beside models: equal on all of them."""
+    params = optimizer.everywhere()
+    if any(call.optimizer is optimizer for call in ending.calls):
+        return any(param.requires_grad for param in params)
+    return any(id(param) in ending.touched for param in params)
 
 
 @dataclass(frozen=True)
@@ -128,69 +132,73 @@ class _Told:
     """What a rank says of its backward.
 
     Attributes:
-        uneven: its share is not that of all ranks.
-        differ: its calls had different shares.
         present: of each optimizer by number, which of its parameters beside models have gradients.
+        several_shares: its calls had different shares.
+        uneven: its share is not that of all ranks.
+        behind_in_ddp: layers in DistributedDataParallel have gradients that did not come through a model.
+        hooked: a hook has seen one of this rank's gradients.
     """
 
-    uneven: bool
-    differ: bool
     present: Mapping[int, tuple[bool, ...]]
+    several_shares: bool
+    uneven: bool
+    behind_in_ddp: bool
+    hooked: bool
 
 
 def _average_beside(ending: _Ending) -> None:
-    of_calls = [call.optimizer for call in ending.calls if call.optimizer is not None]
-    touched = [own for own in UserOptimizer.deployed() if any(id(p) in ending.touched for p in own.everywhere())]
+    lists = {own.number: own.everywhere() for own in UserOptimizer.deployed()}
+    by_ddp = in_ddp(param for params in lists.values() for param in params)
     shares = {call.share for call in ending.calls} or {_last_share}
-    own_share = next(iter(shares))
-    told = _Told(
-        uneven=not math.isclose(own_share * process.get_world_size(), 1.0),
-        differ=len(shares) > 1,
-        present={
-            own.number: tuple(_is_present(p, own in of_calls, ending) for p in _beside(own))
-            for own in {own.number: own for own in [*of_calls, *touched]}.values()
-        },
+    share = next(iter(shares))
+    of_calls = {call.optimizer.number for call in ending.calls if call.optimizer is not None}
+    present = {
+        number: tuple(id(p) in ending.touched or (number in of_calls and p.grad is not None) for p in params)
+        for number, params in lists.items()
+    }
+    own = [p for number, there in present.items() for p, has in zip(lists[number], there, strict=True) if has]
+    everyone: list[_Told] = agree.gather_objects(
+        _Told(
+            present,
+            several_shares=len(shares) > 1,
+            uneven=not math.isclose(share * process.get_world_size(), 1.0),
+            behind_in_ddp=any(id(param) in by_ddp and not leads_into_a_model(param) for param in own),
+            hooked=any(_is_hooked(param) for param in own if id(param) not in by_ddp),
+        )
     )
-    everyone: list[_Told] = agree.gather_objects(told)
     params: dict[int, Tensor] = {}
-    for number in sorted({number for found in everyone for number in found.present}):
-        flags = zip(*(found.present[number] for found in everyone if number in found.present), strict=True)
-        own = _beside(UserOptimizer.numbered(number))
-        params |= {id(param): param for param, there in zip(own, flags, strict=True) if any(there)}
-    if not params:
-        return
-    if any(found.differ for found in everyone):
+    # An optimizer that the script has dropped may still be there on some ranks.
+    for number in sorted(set.intersection(*(set(told.present) for told in everyone))):
+        flags = zip(*(told.present[number] for told in everyone), strict=True)
+        params |= {id(param): param for param, there in zip(lists[number], flags, strict=True) if any(there)}
+    if params:
+        _refuse(everyone)
+        average([param for key, param in params.items() if key not in by_ddp], share)
+
+
+def _is_hooked(param: Tensor) -> bool:
+    return any(hook is not _note_touched for hooks in tensor_hooks(param) for hook in (hooks or {}).values())
+
+
+def _refuse(everyone: Sequence[_Told]) -> None:
+    """Raises of gradients that no mean over ranks makes right."""
+    if any(told.several_shares for told in everyone):
         raise RaNNCError(
             "one backward comes by calls of models in which a rank had different shares of the batch, and parameters "
             "beside the models get gradients in it, which belong to one share or the other: call backward() for each "
             "loss by itself, or put those layers into the model"
         )
-    by_ddp = in_ddp(params.values())
-    behind = [params[key] for key in by_ddp if not leads_into_a_model(params[key])]
-    if behind and any(found.uneven for found in everyone):
+    if any(told.behind_in_ddp for told in everyone) and any(told.uneven for told in everyone):
         raise RaNNCError(
-            f"{len(behind)} parameters of layers in DistributedDataParallel behind a model, in its optimizer, get the "
-            "plain mean of the ranks' gradients, though ranks bring different numbers of rows: leave "
-            "DistributedDataParallel out, their gradients are averaged by rows then"
+            "layers in DistributedDataParallel behind a model, in its optimizer, get the plain mean of the ranks' "
+            "gradients, though ranks bring different numbers of rows: leave DistributedDataParallel out, their "
+            "gradients are averaged by rows then"
         )
-    ours = [param for key, param in params.items() if key not in by_ddp]
-    _refuse_hooks(ours)
-    average(ours, own_share)
-
-
-def _refuse_hooks(params: Sequence[Tensor]) -> None:
-    """Raises of hooks that have seen this rank's gradient, before the mean of all. All ranks call it."""
-    hooks = [hook for param in params for found in tensor_hooks(param) for hook in (found or {}).values()]
-    number = sum(hook is not _note_touched for hook in hooks)
-    if any(count for (count,) in agree.gather_numbers((number,))):
+    if any(told.hooked for told in everyone):
         raise RaNNCError(
             "a parameter beside the model, in its optimizer, has a hook on its gradient, which gets that of one rank's "
             "rows, before ranks average it: do it to .grad after loss.backward(), or put the layer into the model"
         )
-
-
-def _is_present(param: Tensor, of_call: bool, ending: _Ending) -> bool:
-    return id(param) in ending.touched or (of_call and param.grad is not None)
 
 
 def _judge_overflow(store: ParamStore, optimizer: UserOptimizer | None, scale: Tensor | None) -> None:

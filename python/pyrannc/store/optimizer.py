@@ -10,7 +10,7 @@ from itertools import accumulate, count
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
@@ -65,11 +65,6 @@ class UserOptimizer:
         return [own for _, own in sorted(cls._numbered.items()) if own._lists is not None]
 
     @classmethod
-    def numbered(cls, number: int) -> UserOptimizer:
-        """The one of this number."""
-        return cls._numbered[number]
-
-    @classmethod
     def _of_known(cls, optimizer: Optimizer) -> UserOptimizer | None:
         made = getattr(getattr(optimizer, "__dict__", {}).get("state_dict"), "__self__", None)
         return made if isinstance(made, cls) else None
@@ -114,6 +109,15 @@ class UserOptimizer:
     def everywhere(self) -> list[Tensor]:
         """The parameters that no Stage computes with, as it lists them now; none while no model is deployed."""
         return [] if self._lists is None else self._lists.everywhere()
+
+    def beside(self, store: ParamStore) -> dict[str, Tensor]:
+        """Those of them on this rank's device that are not the model's, by names for messages."""
+        own, device = set(map(id, store.params.values())), process.own_device()
+        return {
+            f"{place} beside the model": param
+            for place, param in enumerate(self.everywhere())
+            if id(param) not in own and type(param) is nn.Parameter and param.device == device
+        }
 
     @cached_property
     def is_by_element(self) -> bool:

@@ -263,3 +263,17 @@ def hook_on_layers_behind_the_model(job: Job) -> None:
     head = nn.Linear(WIDTH, WIDTH)
     head.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
     _between(job, Chain(), lambda model, x, target: F.mse_loss(head(model(x)), target), *head.parameters())
+
+
+@refused("MismatchError", "beside the model", "not the same", instead="`loss.backward()`, or average what is asked for")
+def gradients_of_layers_behind_asked_for(job: Job) -> None:
+    """A layer behind the model, in its optimizer, gets what the script asks for with `torch.autograd.grad`."""
+    net, head = Chain(), nn.Linear(WIDTH, WIDTH)
+    optimizer = SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    model = job.wrap(net, optimizer)
+    params = list(head.parameters())
+    for x, target in job.batches(pairs, steps=8):
+        found = torch.autograd.grad(F.mse_loss(head(model(x)), target), params)
+        for param, grad in zip(params, found, strict=True):
+            param.grad = grad
+        optimizer.step()
