@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,10 @@ _FADING = 0.99
 """What is left of a factor from one backward to the next: such as ranks have in turns do not make up for each other."""
 
 _Ranks = tuple[int, ...]
+_BESIDE: _Ranks = (-1,)
+"""In the place of ranks: what the model's optimizer trains beside it, on all of them."""
 _OTHERS: _Ranks = ()
-"""In the place of ranks: what is no model's, which every rank may have."""
+"""Likewise: what is no model's, which every rank may have."""
 
 
 class Drift:
@@ -50,6 +52,11 @@ class Drift:
         self._factor: tuple[Sent, float] | None = None
         self._rounds = torch.float32
         self._others: list[weakref.ref[Optimizer]] = []
+        self._find_beside: Callable[[], Mapping[str, Tensor]] = dict
+
+    def watch_beside(self, find: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Compares what ``find`` gives too, by name: it is on all ranks, and may change from call to call."""
+        self._find_beside = find
 
     def watch_other(self, optimizer: Optimizer) -> None:
         """Tells of the parameters of an optimizer that has none of a wrapped model's, should ranks train them apart."""
@@ -103,7 +110,8 @@ class Drift:
         self._norms = {ranks: Sent(torch.stack(norm_of_each([*params.values()]))) for ranks, params in groups if params}
 
     def _groups(self) -> dict[_Ranks, dict[str, Tensor]]:
-        return {**self._params, _OTHERS: self._of_others()}
+        beside = {name: param for name, param in self._find_beside().items() if _has_norm(param)}
+        return {**self._params, _BESIDE: beside, _OTHERS: self._of_others()}
 
     def _of_others(self) -> dict[str, Tensor]:
         """Plain parameters on this rank's device, by the form of what their optimizer lists, and their place in it."""

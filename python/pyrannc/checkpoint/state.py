@@ -44,9 +44,14 @@ def full_tensors(model: nn.Module, store: ParamStore, *, rank0_only: bool) -> di
     take = store.on_first if rank0_only else store.full
     found = {id(tensor): take(name, tensor) for name, tensor in store.tensors()}
     # No call has read those that the script has put there since.
-    late = [buffer for buffer in model.buffers() if id(buffer) not in known]
+    late = _late_buffers(model, store).values()
     found.update((id(buffer), buffer.detach().to("cpu", copy=True)) for buffer in late)
     return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+
+def _late_buffers(model: nn.Module, store: ParamStore) -> dict[str, Tensor]:
+    known = {id(tensor) for _, tensor in store.tensors()}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in known}
 
 
 def _refuse_late(model: nn.Module, known: Set[int]) -> None:
@@ -103,7 +108,7 @@ def load_full_state_dict(
         raise failure
     if loaded.error is not None:
         raise RuntimeError(loaded.error)
-    tensors = dict(store.tensors())
+    tensors = {**dict(store.tensors()), **_late_buffers(model, store)}
     for name in loaded.names:
         tensor, given = tensors[name], contents.get(name)
         if given is not None:
@@ -126,7 +131,7 @@ def _try(
     model: nn.Module, store: ParamStore, state_dict: Mapping[str, Any], strict: bool
 ) -> tuple[_Loaded, dict[str, Tensor]]:
     """Lets torch load the dict, and keeps what it would have copied where."""
-    with recording(store.tensors()) as recorded:
+    with recording([*store.tensors(), *_late_buffers(model, store).items()]) as recorded:
         keys = model.load_state_dict(state_dict, strict=strict)
     loaded = _Loaded(keys=keys, names=list(recorded))
     for path, module in model.named_modules():

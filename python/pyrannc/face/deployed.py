@@ -29,6 +29,7 @@ from pyrannc.planning.measured import compiled_folder, conditions_of_code
 from pyrannc.planning.search import Request
 from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.deployment import Deployment
+from pyrannc.store.after_backward import forget_beside
 from pyrannc.store.by_parameter import refuse_across, why_across
 from pyrannc.store.former import Former
 from pyrannc.store.later import LaterOptimizers
@@ -128,6 +129,7 @@ class DeployedModel(StateOfModel):
             # What trials and measurements leave would be there beside the first step.
             collect(self.device)
             variant.divide(agree.together(lambda: plan.partition(variant.graph)))
+            forget_beside(self.model.parameters())
             self.name_to_param = dict(self.model.named_parameters())
             self._deployment = Deployment(
                 self.model,
@@ -150,7 +152,9 @@ class DeployedModel(StateOfModel):
         if self._user_optimizer is not None:
             self._user_optimizer.narrow(store)
         agree.together(lambda: self._guard_params(deployment))
-        self._later = LaterOptimizers(store, self.optimizer, self._agreement.drift.watch_other)
+        self._later = LaterOptimizers(
+            store, self.optimizer, self._agreement.drift.watch_other, lambda: deployment.gradients.pending
+        )
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
             save_if_asked(plan, self._config)
@@ -227,9 +231,7 @@ class DeployedModel(StateOfModel):
     @announced("allreduce_grads()")
     def allreduce_grads(self) -> None:
         """Sums gradients that were left unreduced by ``delay_grad_allreduce(True)``. All ranks call it."""
-        gradients = self._deployed("allreduce_grads").gradients
-        if gradients.pending:
-            gradients.reduce_delivered()
+        self._deployed("allreduce_grads").gradients.reduce_pending()
 
     def _follow_trainable(self) -> None:
         """Takes over that ``requires_grad`` of some parameters has changed; all ranks do."""
@@ -253,15 +255,15 @@ class DeployedModel(StateOfModel):
         trainable = [param.requires_grad for param in store.used.values()]
         self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable, spread)
         whole = {name: param for name, param in store.local_params().items() if not store.is_in_parts(name)}
-        beside = {} if self._user_optimizer is None else self._user_optimizer.beside(store)
-        holders = {**store.holders, **dict.fromkeys(beside, process.all_ranks())}
-        self._agreement.drift.watch({**whole, **beside}, holders)
+        self._agreement.drift.watch(whole, store.holders)
+        optimizer = self._user_optimizer
+        if optimizer is not None:
+            self._agreement.drift.watch_beside(lambda: optimizer.beside(store))
 
     def _give_up_deployment(self) -> None:
         """Like ``undeploy()``, but gradients stay."""
         deployment = self._deployed("forward")
-        if deployment.gradients.pending:
-            deployment.gradients.reduce_delivered()
+        deployment.gradients.reduce_pending()
         grads = {name: deployment.store.full_grad(name, param) for name, param in deployment.store.params.items()}
         self._take_back()
         for name, param in deployment.store.params.items():

@@ -66,6 +66,7 @@ class StateOfModel(LoadsItself, ShownModel):
         param = self._find_param(name)
         if self._deployment is None:
             return param.grad
+        self._deployment.gradients.reduce_pending()
         return self._deployment.store.full_grad(self._first_name(param), param)
 
     def _find_param(self, name: str) -> nn.Parameter:
@@ -120,7 +121,9 @@ class StateOfModel(LoadsItself, ShownModel):
         Returns:
             The norm before, a scalar on this rank's device.
         """
-        return self._deployed("clip_grad_norm").store.clip_grad_norm(max_norm)
+        deployment = self._deployed("clip_grad_norm")
+        deployment.gradients.reduce_pending()
+        return deployment.store.clip_grad_norm(max_norm)
 
     # Copies
 

@@ -345,8 +345,7 @@ class Deployment:
 
     def renew_gradients(self) -> None:
         """Follows ``requires_grad`` of the parameters, which is equal on all ranks. All ranks call it."""
-        if self.gradients.pending:
-            self.gradients.reduce_delivered()
+        self.gradients.reduce_pending()
         self.store.make_whole()
         if self.recordings is not None:
             self.recordings.forget_all()

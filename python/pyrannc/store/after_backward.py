@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -67,13 +67,23 @@ class _Ending:
 
 _endings: dict[int, _Ending] = {}
 _watched = WeakIdKeyDictionary()
-_last_share = 1.0
+_shares = {1.0}
+"""Of calls since the last backward, or, without any, of the call before."""
+_is_known = False
 
 
 def note_share(share: float) -> None:
     """Takes note of this rank's rows of a call, which are those of what the script computes beside the model next."""
-    global _last_share
-    _last_share = share
+    global _shares, _is_known
+    _shares, _is_known = {share, *(_shares if _is_known else ())}, True
+
+
+def _take_shares(calls: Sequence[CallOfBackward]) -> set[float]:
+    """This rank's shares of the batches that a backward with these calls is about."""
+    global _shares, _is_known
+    found = {call.share for call in calls} or _shares
+    _shares, _is_known = found, False
+    return found
 
 
 def finish_backward(call: CallOfBackward) -> None:
@@ -88,8 +98,15 @@ def watch_beside() -> None:
         return
     for param in [param for optimizer in UserOptimizer.deployed() for param in optimizer.everywhere()]:
         if param not in _watched and param.requires_grad:
-            param.register_post_accumulate_grad_hook(_note_touched)  # type: ignore[no-untyped-call]  # torch has no types for it
-            _watched[param] = True
+            _watched[param] = param.register_post_accumulate_grad_hook(_note_touched)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def forget_beside(params: Iterable[Tensor]) -> None:
+    """A model is about to have these: they are not beside one."""
+    for param in params:
+        if param in _watched:
+            _watched[param].remove()
+            del _watched[param]
 
 
 def _note_touched(param: Tensor) -> None:
@@ -108,12 +125,13 @@ def _ending() -> _Ending:
 
 @torch.no_grad()
 def _finish(ending: _Ending) -> None:
+    shares = _take_shares(ending.calls)
     beside = any(_trains_beside(optimizer, ending) for optimizer in UserOptimizer.deployed())
     if not (beside or any(call.judges_overflow for call in ending.calls)):
         return
     with collective("loss.backward()"):
         if beside:
-            _average_beside(ending)
+            _average_beside(ending, shares)
         for call in ending.calls:
             if call.judges_overflow:
                 _judge_overflow(call.store, call.optimizer, call.scale)
@@ -146,10 +164,9 @@ class _Told:
     hooked: bool
 
 
-def _average_beside(ending: _Ending) -> None:
+def _average_beside(ending: _Ending, shares: Set[float]) -> None:
     lists = {own.number: own.everywhere() for own in UserOptimizer.deployed()}
     by_ddp = in_ddp(param for params in lists.values() for param in params)
-    shares = {call.share for call in ending.calls} or {_last_share}
     share = next(iter(shares))
     of_calls = {call.optimizer.number for call in ending.calls if call.optimizer is not None}
     present = {
@@ -184,9 +201,9 @@ def _refuse(everyone: Sequence[_Told]) -> None:
     """Raises of gradients that no mean over ranks makes right."""
     if any(told.several_shares for told in everyone):
         raise RaNNCError(
-            "one backward comes by calls of models in which a rank had different shares of the batch, and parameters "
-            "beside the models get gradients in it, which belong to one share or the other: call backward() for each "
-            "loss by itself, or put those layers into the model"
+            "parameters beside models get gradients in a backward that comes by several calls of models, or by none "
+            "after several, in which a rank had different shares of the batch: they belong to one share or the other. "
+            "Call backward() for each loss by itself, right after its call, or bring as many rows to each call"
         )
     if any(told.behind_in_ddp for told in everyone) and any(told.uneven for told in everyone):
         raise RaNNCError(

@@ -50,6 +50,7 @@ class Delivery:
         self._nothing = nothing
         self._of_nothing = get_gradient_edge(nothing).node
         self._set_aside: dict[str, Tensor] = {}
+        self._aside_of = -1
         # Nobody can compute with what is not whole.
         self._doors = [
             self._watch(name) for name in self._params if name in spread and not is_spread(self._params[name])
@@ -76,7 +77,9 @@ class Delivery:
         """Puts a piece aside, until the backward has ended."""
         param = self._params[name]
         if param.grad is not None and is_spread(param.grad):
-            if not self._set_aside:
+            if not self._set_aside or self._aside_of != graph_task():
+                # What is left of a backward that failed is of no use.
+                self._set_aside, self._aside_of = {}, graph_task()
                 at_end_of_backward(self._put_back)
             self._set_aside[name], param.grad = param.grad, None
 

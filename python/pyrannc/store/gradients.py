@@ -305,9 +305,9 @@ class Gradients:
         """
         if sum_now and not summed:
             self._sum_all(current)
-        if sum_now and self.pending:
-            self.reduce_delivered()
-        elif not sum_now and not self.pending:
+        if sum_now:
+            self.reduce_pending()
+        elif not self.pending:
             self._share_out()
             self.pending = True
         given = current.copy() if keep else current
@@ -332,8 +332,13 @@ class Gradients:
         if message is not sums:
             sums.copy_(message)
 
-    def reduce_delivered(self) -> None:
-        """Sums over ranks what stands in ``.grad``, but for what is summed in parts, at once."""
+    def reduce_pending(self) -> None:
+        """Sums over ranks what stands in ``.grad`` and is not summed, but for what is summed in parts, at once.
+
+        All ranks call it.
+        """
+        if not self.pending:
+            return
         whole = GradientSet(self._buckets)
         whole.begin()
         for index, bucket in enumerate(self._buckets):
@@ -348,6 +353,9 @@ class Gradients:
 
     def _share_out(self) -> None:
         """Divides what is summed already by the number of ranks, so that the reduction to come restores it."""
-        for shared in self._params:
-            if shared.param.grad is not None and shared.name not in self.spread:
-                shared.param.grad.div_(len(shared.ranks))
+        for bucket in self._buckets:
+            if bucket.is_spread:
+                continue
+            for shared in bucket.params:
+                if shared.param.grad is not None:
+                    shared.param.grad.div_(len(bucket.ranks))

@@ -28,19 +28,33 @@ class LaterOptimizers:
         store: of the deployed model.
         known: the optimizer that is narrowed already.
         see_other: is given those that have no parameters of a wrapped model.
+        is_pending: true while ranks have not summed the model's gradients.
     """
 
-    def __init__(self, store: ParamStore, known: Optimizer | None, see_other: Callable[[Optimizer], None]) -> None:
+    def __init__(
+        self,
+        store: ParamStore,
+        known: Optimizer | None,
+        see_other: Callable[[Optimizer], None],
+        is_pending: Callable[[], bool],
+    ) -> None:
         self._store = store
         self._params = set(map(id, store.params.values()))
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet([known] if known is not None else [])
         self._narrowed: list[weakref.ref[UserOptimizer]] = []
         self._see_other = see_other
+        self._is_pending = is_pending
         _watch_steps()
         _watching.add(self)
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Narrows an optimizer that is about to step, if it has parameters of the model."""
+        if self._is_pending() and process.get_world_size() > 1 and self._has_some_of(optimizer):
+            raise RaNNCError(
+                "optimizer.step() was called while ranks have not summed their gradients, after "
+                "pyrannc.delay_grad_allreduce(True): call model.allreduce_grads() on all ranks before the step, or set "
+                "delay_grad_allreduce(False) before the last backward()"
+            )
         if optimizer in self._seen:
             return
         lists_own = self._has_some_of(optimizer)

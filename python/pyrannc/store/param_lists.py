@@ -55,7 +55,7 @@ class ParamLists:
         self._optimizer = optimizer
         self.stores: list[ParamStore] = []
         self._everywhere: list[Tensor] = []
-        self._everywhere_key: list[tuple[int, int]] | None = None
+        self._everywhere_key: list[list[int]] | None = None
         self._known: dict[int, tuple[Label, tuple[int, ...] | None]] = {}
         self._full: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         self._names = _names_given(optimizer)
@@ -82,7 +82,7 @@ class ParamLists:
 
     def everywhere(self) -> list[Tensor]:
         """Those listed now that no Stage computes with; the same list again while nothing changes."""
-        key = [(id(group["params"]), len(group["params"])) for group in self._optimizer.param_groups]
+        key = _ids([group["params"] for group in self._optimizer.param_groups])
         if key != self._everywhere_key:
             self._everywhere_key = key
             self._everywhere = [param for param in all_listed(self._optimizer) if self._held(param) is None]

@@ -277,3 +277,33 @@ def gradients_of_layers_behind_asked_for(job: Job) -> None:
         for param, grad in zip(params, found, strict=True):
             param.grad = grad
         optimizer.step()
+
+
+@refused("RaNNCError", "shares of the batch", settings=(REPLICAS,), instead="as many rows in each call")
+def head_on_features_kept(job: Job) -> None:
+    """A layer behind the model is trained on features of former calls, in the last of which ranks had other rows."""
+    net, head = Chain(), nn.Linear(WIDTH, WIDTH)
+    optimizer = SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    model = job.wrap(net, optimizer)
+    x, target = job.batch(pairs)
+    with torch.no_grad():
+        kept = model(x)
+        model(x[: 2 + job.rank])
+    F.mse_loss(head(kept), target).backward()
+
+
+@equal()
+def layers_behind_replaced_by_hand(job: Job) -> None:
+    """A parameter behind the model is replaced, in its layer and in the optimizer's list, at the same place."""
+    net, head = Chain(), nn.Linear(WIDTH, WIDTH)
+    optimizer = SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step, (x, target) in enumerate(job.batches(pairs, steps=4)):
+        optimizer.zero_grad()
+        if step == 2:
+            old, head.weight = head.weight, nn.Parameter(head.weight.detach() * 2)
+            listed = optimizer.param_groups[0]["params"]
+            listed[next(place for place, param in enumerate(listed) if param is old)] = head.weight
+        F.mse_loss(head(model(x)), target).backward()
+        optimizer.step()
+    job.same("head", list(head.parameters()))

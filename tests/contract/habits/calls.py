@@ -177,6 +177,52 @@ def reduction_switched_before_backward_of_a_loss_inside(job: Job) -> None:
 
 
 @equal()
+def reduction_delayed_and_clipped(job: Job) -> None:
+    """Gradients that are not summed yet are clipped (`model.clip_grad_norm`) and read, and summed then."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    pyrannc.delay_grad_allreduce(True)
+    for step in range(2):
+        model(*job.batch(pairs, step)).backward()
+    if job.ranks > 1:
+        model.clip_grad_norm(0.01)  # type: ignore[operator]  # RaNNC's
+        model.allreduce_grads()  # type: ignore[operator]  # likewise
+    else:
+        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    job.gradients(model)
+    pyrannc.delay_grad_allreduce(False)
+    optimizer.step()
+    job.state(model)
+
+
+@equal()
+def layers_frozen_between_delayed_backwards(job: Job) -> None:
+    """Reduction is delayed, and a layer is frozen between two backwards that add up."""
+    net = Returns(Chain(), F.mse_loss)
+    model = job.wrap(net)
+    pyrannc.delay_grad_allreduce(True)
+    for step in range(3):
+        model(*job.batch(pairs, step)).backward()
+        net.net.layers[0].requires_grad_(False)
+    if job.ranks > 1:
+        model.allreduce_grads()  # type: ignore[operator]  # RaNNC's
+    pyrannc.delay_grad_allreduce(False)
+    job.gradients(model)
+
+
+@refused("RaNNCError", "allreduce_grads", instead="`model.allreduce_grads()` before the step")
+def step_before_the_reduction(job: Job) -> None:
+    """`optimizer.step()` while gradients are not summed, after `delay_grad_allreduce(True)`."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    pyrannc.delay_grad_allreduce(True)
+    model(*job.batch(pairs)).backward()
+    optimizer.step()
+
+
+@equal()
 def reduction_asked_for_again(job: Job) -> None:
     """The script calls `model.allreduce_grads()` before each step, though nothing was delayed."""
     net = Chain()

@@ -492,6 +492,11 @@ def state_with_a_buffer_of_the_script(job: Job) -> None:
         net.epoch = torch.tensor(step + 1)
         job.state(model)
     job.state(copy.deepcopy(model))
+    kept = {"rank0_only": False} if job.ranks > 1 else {}
+    state = {name: tensor.clone() for name, tensor in model.state_dict(**kept).items()}
+    net.epoch.fill_(9)
+    model.load_state_dict(state)
+    job.same("epoch", net.epoch)
 
 
 @refused("RaNNCError", "after its last call", "call the model", instead="call the model first")
