@@ -53,9 +53,10 @@ PYTHON: Arrows = {
     "__init__": ("distributed", "module"),
 }
 SPEAK_WITH_OTHER_RANKS = (
-    "job/", "distributed.py", "runtime/channels.py", "runtime/collectives.py", "profile/links.py", "zoo/workers.py"
+    "job/", "distributed.py", "runtime/channels.py", "runtime/collectives.py", "profile/links.py",
+    "capture/torch_internals/patching.py", "zoo/workers.py",
 )  # fmt: skip
-"""The last one starts ranks, which meet at it."""
+"""The last one starts ranks, which meet at it; the one before keeps a forward from it."""
 CRATES: Arrows = {
     "ir": (),
     "cost": ("ir",),

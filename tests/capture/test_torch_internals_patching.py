@@ -191,3 +191,12 @@ def test_TENSOR_META() -> None:
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
     assert node.meta["val"].shape[1] == 2
     assert node.meta["tensor_meta"] is None
+
+
+def test_WORLD_SIZE() -> None:
+    assert {point.original for point in patching.WORLD_SIZE} == {torch.distributed.get_world_size}
+
+
+def test_COLLECTIVES() -> None:
+    assert {point.owner for point in patching.COLLECTIVES} == {torch.distributed, torch.distributed.distributed_c10d}
+    assert all(callable(point.original) for point in patching.COLLECTIVES)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,14 +14,12 @@ from torch import Tensor, fx
 
 from .facts import FACTS
 from .source import belongs_to_user
-from .torch_internals.patching import GRAD_SWITCHES, IS_GRAD_ENABLED, PatchPoint, fake_told_of_gradients
+from .torch_internals.patching import GRAD_SWITCHES, IS_GRAD_ENABLED, fake_told_of_gradients
 from .torch_internals.tracing import current_tracer, note_new_nodes, proxy_of
+from .user_names import replaced_for_users
 
 _RECORDED = "rannc_recorded"
 """In the ``meta`` of nodes: the call records gradients where it makes them."""
-
-_NAMES: Any = vars(ModuleType)["__dict__"]
-"""What a module has by name, without asking the module."""
 
 
 class GradMode:
@@ -68,9 +66,7 @@ class GradMode:
             return answer
 
         with ExitStack() as stack:
-            stack.callback(_give_back, is_grad_enabled, real, frozenset(sys.modules))
-            for point in (IS_GRAD_ENABLED, *_imported(real)):
-                stack.enter_context(point.replaced_by(is_grad_enabled))
+            stack.enter_context(replaced_for_users(real, is_grad_enabled, IS_GRAD_ENABLED))
             answers = {"requires_grad": told(False), "grad_fn": told(None), "is_leaf": told(True)}
             stack.enter_context(fake_told_of_gradients(answers))
             for enter, leave, mode in GRAD_SWITCHES:
@@ -130,26 +126,6 @@ def _is_recorded(node: fx.Node) -> bool:
 def _requires_grad(node: fx.Node) -> bool:
     facts = node.meta.get(FACTS)
     return facts is None or any(found.requires_grad for found in facts.values())
-
-
-def _give_back(substitute: object, real: object, known: Set[str]) -> None:
-    """Modules that were first imported meanwhile, unlike the known ones, have what stood there."""
-    for point in _imported(substitute, known):
-        setattr(point.owner, point.name, real)
-
-
-def _imported(function: object, known: Set[str] = frozenset()) -> list[PatchPoint]:
-    """Where modules of the user, but for the known ones, have a function under a name of theirs."""
-    found = []
-    for module in [module for name, module in list(sys.modules.items()) if name not in known]:
-        # Some stand for modules that are not there, and fail when they are asked.
-        names = _NAMES.__get__(module) if isinstance(module, ModuleType) else {}
-        if id(function) not in map(id, list(names.values())):
-            continue
-        file = names.get("__file__")
-        if names.get("__name__") == "__main__" or (isinstance(file, str) and belongs_to_user(file)):
-            found += [PatchPoint(module, name) for name, value in list(names.items()) if value is function]
-    return found
 
 
 def _asks(frame: FrameType) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from pyrannc.errors import CaptureError, RaNNCError
 
 from .around import whole_call
+from .as_one_process import as_one_process
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, HeldBuffer, PythonState
 from .attributes import AttributeLog, Carried
 from .autocast import Autocast, cached_casts
@@ -387,7 +388,7 @@ class _TracedCall:
             cached_casts(session.autocast.cache),
             as_given((args, kwargs)) as given,
         ):
-            with session.attributes.listening(), session.grad_mode.answering():
+            with session.attributes.listening(), session.grad_mode.answering(), as_one_process(session.tracker):
                 result = model(*args, **kwargs)
             self.puts = given.puts()
             result = given.with_puts(only_asked(result, session.outputs), self.puts)

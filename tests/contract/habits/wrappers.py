@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
@@ -267,3 +268,22 @@ def criterion_with_parameters(job: Job) -> None:
             return F.mse_loss(self.chain(x) / self.temperature, target)
 
     fit(job, Net(), pairs)
+
+
+@refused("CaptureError", "asks torch.distributed for the number of ranks", instead="leave it out")
+def forward_that_counts_the_ranks(job: Job) -> None:
+    """The forward multiplies its loss by `dist.get_world_size()`."""
+    net = Returns(Chain(), lambda out, target: F.mse_loss(out, target) * dist.get_world_size())
+    job.wrap(net)(*job.batch(pairs))
+
+
+@refused("CaptureError", "talks with other ranks", instead="leave it out: the rows of all ranks are there")
+def forward_that_gathers_rows(job: Job) -> None:
+    """The forward gathers features of all ranks (`all_gather`), as contrastive losses do under DDP."""
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        gathered = [torch.empty_like(out) for _ in range(job.ranks)]
+        dist.all_gather(gathered, out)
+        return F.mse_loss(out, target) + torch.cat(gathered).mean()
+
+    job.wrap(Returns(Chain(), loss))(*job.batch(pairs))

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd.function import Function
+from torch.distributed import distributed_c10d
 from torch.fx.experimental import proxy_tensor
 
 from .fakes import FakeTensor
@@ -86,6 +87,19 @@ RUN_BACKWARD = PatchPoint(torch.autograd, "_engine_run_backward")
 IS_GRAD_ENABLED = PatchPoint(torch, "is_grad_enabled")
 """A trace records gradients also for calls that do not. Public: none."""
 
+
+WORLD_SIZE = tuple(PatchPoint(_module, "get_world_size") for _module in (distributed, distributed_c10d))
+"""A forward is told of the ranks of its process. Public: none."""
+
+_COLLECTIVES = (
+    "all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all all_to_all_single barrier broadcast "
+    "broadcast_object_list gather gather_object irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter "
+    "scatter_object_list send"
+)
+COLLECTIVES = tuple(
+    PatchPoint(_module, _name) for _name in _COLLECTIVES.split() for _module in (distributed, distributed_c10d)
+)
+"""A forward may talk with other ranks. Public: none."""
 
 GRAD_SWITCHES = (
     (PatchPoint(torch.no_grad, "__enter__"), PatchPoint(torch.no_grad, "__exit__"), False),
