@@ -116,8 +116,8 @@ def _note_touched(param: Tensor) -> None:
 def _ending() -> _Ending:
     task = graph_task()
     if task not in _endings:
-        for broken_off in [*_endings][: len(_endings) - _MOST_ENDINGS + 1]:
-            del _endings[broken_off]
+        while len(_endings) >= _MOST_ENDINGS:
+            del _endings[next(iter(_endings))]
         _endings[task] = _Ending()
         at_end_of_backward(lambda: _finish(_endings.pop(task)))
     return _endings[task]
