@@ -37,8 +37,6 @@ def _imported(function: object, known: Set[str] = frozenset()) -> list[PatchPoin
     for module in [module for name, module in list(sys.modules.items()) if name not in known]:
         # Some stand for modules that are not there, and fail when they are asked.
         names = _NAMES.__get__(module) if isinstance(module, ModuleType) else {}
-        if id(function) not in map(id, list(names.values())):
-            continue
         file = names.get("__file__")
         if names.get("__name__") == "__main__" or (isinstance(file, str) and belongs_to_user(file)):
             found += [PatchPoint(module, name) for name, value in list(names.items()) if value is function]
