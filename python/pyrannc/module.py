@@ -243,7 +243,7 @@ class RaNNCModule(DeployedModel):
         options = StepOptions(
             reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph, leaves=self._leaves(call)
         )
-        note_share(call.batch.own_count / call.batch.total)
+        note_share(call.batch.own_share)
         watch_beside()
         before = self._before_backward(deployment, variant, call)
         with no_autocast():
@@ -313,7 +313,7 @@ class RaNNCModule(DeployedModel):
         """What a backward begins with, given the gradients of the call's outputs; it also says how it will end."""
         answered, optimizer, store = _answered(call, variant), self._user_optimizer, deployment.store
         drift = self._agreement.drift
-        stages, share = deployment.stages, call.batch.own_count / call.batch.total
+        stages, share = deployment.stages, call.batch.own_share
         spread = store.divided is not None and bool(store.divided.spread)
 
         def begin(grads: Sequence[Tensor | None]) -> None:

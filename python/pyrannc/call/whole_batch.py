@@ -38,6 +38,11 @@ class BatchRows:
         return self.per_rank[process.get_rank()]
 
     @property
+    def own_share(self) -> float:
+        """Those as a share of all; over all ranks they make 1."""
+        return self.own_count / self.total
+
+    @property
     def own(self) -> Rows:
         """Rows whose outputs this rank gets."""
         if not self.gathered:

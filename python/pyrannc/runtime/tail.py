@@ -181,7 +181,7 @@ class TailStep:
                 reductions.append((item, tensor))
         totals = {item.value: self._code.values[item.value] for item, _ in reductions}
         parts = [
-            (item.value, tensor, 1.0 if item.join == "sum" else self._rows.own_count / self._rows.total)
+            (item.value, tensor, 1.0 if item.join == "sum" else self._rows.own_share)
             for item, tensor in reductions
             if tensor is not None
         ]
