@@ -31,6 +31,7 @@ from pyrannc.call.variant import MOST_VALUES, CallKey, RowMixing, Variant, Varia
 from pyrannc.capture import Captured, CaptureOptions, Sample, flatten
 from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.torch_internals.compiler import start_compiling_processes
+from pyrannc.capture.torch_internals.gradients import at_end_of_backward
 from pyrannc.capture.torch_internals.levels import transforms_are_active
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import CaptureError, ConfigError, PeerError, PlanError, RaNNCError, first_line
@@ -215,6 +216,7 @@ class RaNNCModule(DeployedModel):
             if self._deployment is None:
                 refuse_deployed(self.model, self._user_optimizer)
             keep_below(self._config.mem_limit_bytes, self.device)
+            process.begin_connecting()
             if self.device.type == "cuda" and self._config.compiles_on("cuda"):
                 start_compiling_processes()
             variant = self._captured(args, kwargs, call)
@@ -312,7 +314,7 @@ class RaNNCModule(DeployedModel):
     ) -> Callable[[Sequence[Tensor | None]], None]:
         """What a backward begins with, given the gradients of the call's outputs; it also says how it will end."""
         answered, optimizer, store = _answered(call, variant), self._user_optimizer, deployment.store
-        drift = self._agreement.drift
+        drift, recordings = self._agreement.drift, deployment.recordings
         stages, share = deployment.stages, call.batch.own_share
         spread = store.divided is not None and bool(store.divided.spread)
 
@@ -321,6 +323,8 @@ class RaNNCModule(DeployedModel):
             scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
             if scale is not None:
                 drift.note_factor(scale)
+            if recordings is not None:
+                at_end_of_backward(recordings.end_backward)
             finish_backward(CallOfBackward(store, optimizer, share, scale, stages, spread))
 
         return begin
@@ -366,6 +370,8 @@ class RaNNCModule(DeployedModel):
 
         with phases.phase("Decomposer", "capture", "the capture of the model"):
             variant = self._lengths.variant(call.key, wanted, tell)
+            # What comes next runs the user's code, which may have messages of its own.
+            process.await_connection()
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pyrannc
 from pyrannc.job import process
 from pyrannc.runtime.batch import Batch
+from pyrannc.runtime.rows import Pieces
 from tests.ranks import RankPool, run_ranks
 
 TWO_STAGES = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
@@ -147,7 +148,7 @@ def kept_of_padded() -> tuple[list[int], bool]:
     kept: list[int] = []
     outputs = Batch.outputs
 
-    def watched(batch: Batch, made: dict[tuple[int, int], Tensor]) -> dict[int, Tensor]:
+    def watched(batch: Batch, made: dict[tuple[int, int], Tensor]) -> dict[int, Pieces]:
         kept.extend(tensor.untyped_storage().nbytes() for tensor in made.values() if tensor.dim())
         return outputs(batch, made)
 

@@ -8,7 +8,9 @@ import atexit
 import hashlib
 import os
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -57,6 +59,7 @@ class _State:
 
 _state: _State | None = None
 _joins = 0
+_connecting: threading.Thread | None = None
 
 
 def ensure_process_group() -> Process:
@@ -105,7 +108,36 @@ def control() -> dist.ProcessGroup:
 
 def world() -> dist.ProcessGroup:
     """Return the group of all ranks that carries tensors on this rank's device. Joins the others if need be."""
+    await_connection()
     return ensure_process_group().group
+
+
+def begin_connecting() -> None:
+    """Connect the GPUs of all ranks in the background, which NCCL does at its first message, in seconds. Collective.
+
+    Only of a group that RaNNC has made: the program may use its own meanwhile.
+    """
+    global _connecting
+    state = _state
+    if state is None or not state.made_default or state.process.world_size == 1 or _connecting is not None:
+        return
+    process = state.process
+    if process.device.type != "cuda":
+        return
+
+    def connect() -> None:
+        # What fails here fails again where the group is used, and is told there.
+        with suppress(Exception), torch.cuda.device(process.device):
+            dist.broadcast(torch.zeros(1, device=process.device), 0, group=process.group)
+
+    _connecting = threading.Thread(target=connect, name="connect the GPUs", daemon=True)
+    _connecting.start()
+
+
+def await_connection() -> None:
+    """Wait for what :func:`begin_connecting` has begun."""
+    if _connecting is not None:
+        _connecting.join()
 
 
 def get_rank() -> int:
@@ -136,8 +168,9 @@ def barrier() -> None:
 
 def clear() -> None:
     """Leave the other processes: destroy the process groups that RaNNC has made, and no others."""
-    global _state
-    state, _state = _state, None
+    global _state, _connecting
+    await_connection()
+    state, _state, _connecting = _state, None, None
     if state is None or not dist.is_initialized() or dist.group.WORLD is not state.default_group:
         return
     if state.made_default:

@@ -18,7 +18,7 @@ from pyrannc.core.partition import RowDim
 from pyrannc.core.program import Exchange, Kind, Parcel, RankProgram, Rows, Transfer
 from pyrannc.job.exchange import Work, dense
 from pyrannc.runtime.context import StageContext
-from pyrannc.runtime.rows import join_rows, local_rows, take_rows
+from pyrannc.runtime.rows import Pieces, join_rows, local_rows, take_rows
 
 OfBatch: TypeAlias = Mapping[int, Tensor]
 """Tensors of this rank's own batch, by Value."""
@@ -169,23 +169,23 @@ class Batch:
             return output
         return output.clone() if output.untyped_storage().nbytes() > output.nbytes else output
 
-    def outputs(self, made: OfStage) -> dict[int, Tensor]:
-        """The outputs with rows that some Stage makes, for this rank's rows.
+    def outputs(self, made: OfStage) -> dict[int, Pieces]:
+        """The outputs with rows that some Stage makes, for this rank's rows, as they come.
 
         Args:
             made: on this rank.
         """
         return {value: self._output(value, dim, made) for value, dim in self._made.items() if dim is not None}
 
-    def _output(self, value: int, row_dim: RowDim, made: OfStage) -> Tensor:
+    def _output(self, value: int, row_dim: RowDim, made: OfStage) -> Pieces:
         pieces = [((microbatch, rows[0]), tensor) for microbatch, rows, tensor in self._take("output", value)]
         for transfer in self._staying_outputs.get(value, ()):
             own = self._of_stage(made, value, transfer.microbatch, transfer.rows, row_dim)
             pieces.append(((transfer.microbatch, transfer.rows[0]), own))
         if not pieces:
             facts = self._facts.values[value]
-            return torch.empty(facts.shape_at(0), dtype=facts.dtype, device=self._context.device)
-        return join_rows(pieces, row_dim)
+            return Pieces([torch.empty(facts.shape_at(0), dtype=facts.dtype, device=self._context.device)])
+        return Pieces.of(pieces, row_dim)
 
     def input_grads(self, made: OfStage) -> dict[int, Tensor]:
         """Gradients of this rank's own inputs, of those that some Stage makes any of.

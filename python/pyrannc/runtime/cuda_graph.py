@@ -164,16 +164,19 @@ class Recording:
     @property
     def output_bytes(self) -> int:
         """Of memory for what a replay gives."""
-        return sum(tensor.nbytes for tensor in self.run.outputs.values())
+        return sum(pieces.like().nbytes for pieces in self.run.outputs.values())
 
     def room_for_outputs(self) -> OfBatch:
         """Memory for what a replay gives."""
-        return {value: torch.empty_like(tensor, requires_grad=False) for value, tensor in self.run.outputs.items()}
+        device = self.task.context.device
+        return {value: torch.empty_like(pieces.like(), device=device) for value, pieces in self.run.outputs.items()}
 
     def give(self, room: OfBatch) -> None:
         """Copies the outputs of the last replay to there."""
-        if room:
-            copy_each(list(room.values()), [self.run.outputs[value].detach() for value in room])
+        # Joined here they need no memory in the graph besides.
+        places = [place for value, whole in room.items() for place in self.run.outputs[value].places_in(whole)]
+        if places:
+            copy_each(places, [piece.detach() for value in room for piece in self.run.outputs[value].tensors])
 
     @property
     def changes_buffers(self) -> bool:

@@ -132,6 +132,17 @@ class Recordings:
         self._pool: Any = None
         self._bytes = 0
         self._told: set[str] = set()
+        self._has_watched = False
+
+    def end_backward(self) -> None:
+        """A backward of a call is over, of which the script may have let go by now.
+
+        The optimizer may make its state next. In pieces of what a watched run has had, it would keep the rest of them
+        from recordings, which have memory of their own.
+        """
+        if self._has_watched:
+            self._has_watched = False
+            torch.cuda.empty_cache()
 
     def run(
         self,
@@ -151,6 +162,7 @@ class Recordings:
             is_whole = task.program.call == "whole"
             known.watcher = None if is_whole else weakref.ref(caller)
             room = self.lend_room(caller, task.context) if is_whole else None
+            self._has_watched = True
             return _Watched(known, task, inputs, inside, marks, room)
         place = self._free_room(task.context)
         recording = None if place is None else self._recording(known, task, inputs, inside, place)
@@ -364,9 +376,6 @@ class _Watched(Run):
         known.waited += self._waits
         if known.waited == _MOST_WAITING:
             known.why_not = "an operator waits for the device"
-        # The optimizer may make its state now. In pieces of what the run has had, it would keep the rest of them from
-        # recordings, which have memory of their own.
-        torch.cuda.empty_cache()
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

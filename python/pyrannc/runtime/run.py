@@ -15,6 +15,7 @@ from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.join import Reductions
 from pyrannc.runtime.loss import Weights
+from pyrannc.runtime.rows import Pieces
 from pyrannc.runtime.seat import Seat
 from pyrannc.runtime.timing import Marks
 from pyrannc.store.gradient_set import GradientSet
@@ -90,6 +91,9 @@ class Run:
         task: what runs.
         marks: where to note when computations run.
         lends: working copies stay as they are until a backward that comes after the call, even if parameters change.
+
+    Attributes:
+        outputs: as :meth:`take_outputs` gives them, in pieces.
     """
 
     def __init__(self, task: Task, marks: Marks | None, *, lends: bool = True) -> None:
@@ -97,7 +101,7 @@ class Run:
         self._marks = marks
         self._lends = lends
         self.current: GradientSet | None = None
-        self.outputs: OfBatch = {}
+        self.outputs: Mapping[int, Pieces] = {}
         self.input_grads: OfBatch = {}
 
     def forward(self, inputs: OfBatch, inside: Mapping[int, Tensor], current: GradientSet | None = None) -> None:
@@ -125,7 +129,8 @@ class Run:
             when_forward=lambda: sent.append(self._send_totals()),
         )
         context.record.enter_outputs(program)
-        self.outputs = {**sent.pop().finish(), **self._batch.outputs(self._seat.outputs)}
+        totals = {value: Pieces([total]) for value, total in sent.pop().finish().items()}
+        self.outputs = {**totals, **self._batch.outputs(self._seat.outputs)}
         if program.call == "whole":
             self.input_grads = self._batch.input_grads(self._seat.input_grads)
 
@@ -138,7 +143,7 @@ class Run:
     def take_outputs(self) -> OfBatch:
         """The outputs, which the run lets go of."""
         taken, self.outputs = self.outputs, {}
-        return taken
+        return {value: pieces.joined() for value, pieces in taken.items()}
 
     @property
     def kept(self) -> Set[int]:
