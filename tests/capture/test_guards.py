@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import copy
+import dataclasses
+import functools
 import itertools
+import logging
 import operator
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -430,10 +435,21 @@ class Reads(nn.Module):
         self.apart = [nn.LeakyReLU(0.1)]
         self.leaf = nn.Tanh()
         self.layers = nn.ModuleList()
+        self.act, self.acts, self.part = third, {"a": [third]}, functools.partial(third)
+        self.helper, self.bound = Helper(), Helper().weight
+        self.items = Items(inner=Items(scale=1.0, of=object()))
+        self.deep, self.lists = deep(7, Settings(factor=1.0)), [[[[[[[1.0]]]]]]]
+        self.like_torch, self.of_torch = LikeTorch(), OfTorch()
         self.register_buffer("prior", None)
 
     def by_method(self) -> float:
         return NUMBER
+
+    def by_helper(self) -> float:
+        return self.helper.weight()
+
+    def deep_factor(self) -> float:
+        return innermost(self.deep).factor  # type: ignore[no-any-return]
 
     @property
     def by_property(self) -> float:
@@ -509,3 +525,283 @@ def test_what_the_model_reads_is_seen_to_change(
     change(model, monkeypatch)
     assert not guards.hold()
     guards.changed()
+
+
+class Settings:
+    """A user's own, nested at will."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self._half()
+
+    def _half(self) -> float:
+        return self.half  # type: ignore[no-any-return,attr-defined]
+
+
+class ByItems:
+    """Its attributes stand in a dict."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self)["_items"] = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in vars(self)["_items"]:
+            raise AttributeError(name)
+        return vars(self)["_items"][name]
+
+
+class Items(dict[str, Any]):
+    """Its attributes are its items."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+@dataclasses.dataclass
+class Options:
+    """What a script has read from its command line."""
+
+    scale: float = 1.0
+    step: int = 0
+
+
+class LikeTorch:
+    """Of a module whose name begins like that of torch."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+LikeTorch.__module__ = "torch_utils.config"
+OfTorch = type("OfTorch", (LikeTorch,), {"__module__": "torch.nn.config"})
+
+
+def deep(depth: int, value: Any) -> Any:
+    """A nested configuration."""
+    for _ in range(depth):
+        value = Settings(inner={"next": [value]})
+    return value
+
+
+def innermost(value: Any) -> Any:
+    while hasattr(value, "inner"):
+        value = value.inner["next"][0]
+    return value
+
+
+ARGS = argparse.Namespace(scale=1.0, step=0, best=0.0, nested=argparse.Namespace(scale=1.0), losses=[])
+OPTIONS, CONFIG = Options(), {"loss": Settings(scale=1.0, step=0)}
+ITEMS = [Items(inner=Items(scale=1.0, of=object()))]
+HALVES, BY_ITEMS, DEEP = Settings(half=0.5), ByItems(scale=1.0), deep(7, Settings(factor=1.0))
+WEIGHT, PART = Factor(), functools.partial(operator.mul, 1.0)
+SHARES = functools.partial(lambda x, of: x * of.scale, of=Settings(scale=1.0))
+ACT, LAYER = torch.tanh, nn.LeakyReLU(0.1)
+LOG, METER = logging.getLogger(__name__), Settings(scale=1.0, count=0, sum=0, values=[])
+
+
+def scaled(x: Tensor, args: Any) -> Tensor:
+    return x * args.scale  # type: ignore[no-any-return]
+
+
+def by_nested(x: Tensor, args: Any) -> Tensor:
+    return scaled(x, args.nested)
+
+
+def by_text(x: Tensor, args: Any) -> Tensor:
+    return x * getattr(args, "late", 1.0)
+
+
+def by_computed_name(x: Tensor, args: Any, name: str = "sc") -> Tensor:
+    return x * getattr(args, name + "ale")
+
+
+def names_of_its_own(x: Tensor, args: Any) -> Tensor:
+    """Of its names none is of what the script counts."""
+    name = "relu" if args.scale else "tanh"
+    for item in {0: x}.values():
+        x = getattr(torch, name)(item) * x.count_nonzero().sum()
+    return x
+
+
+def by_all(x: Tensor, args: Any) -> Tensor:
+    return x * dict(vars(args))["scale"]
+
+
+def second() -> float:
+    return third()
+
+
+def third() -> float:
+    return NUMBER
+
+
+@functools.wraps(third)
+def wrapped() -> float:
+    return 2 * (wrapped.__wrapped__() - 0.5)  # type: ignore[attr-defined,no-any-return]
+
+
+def decorated(function: Callable[[], float]) -> Callable[[], float]:
+    def inner() -> float:
+        return function()
+
+    return inner
+
+
+BY_DECORATOR, CACHED = decorated(third), functools.partial(third)
+FUNCTIONS: dict[str, Any] = {"third": third}
+
+
+def imports_name() -> float:
+    from guards_of_user.config import SCALE
+
+    return SCALE  # type: ignore[no-any-return]
+
+
+def imports_module() -> float:
+    import guards_of_user.config
+
+    return guards_of_user.config.SCALE  # type: ignore[no-any-return]
+
+
+def imports_under_a_name() -> float:
+    from guards_of_user import config as known
+
+    return known.NESTED.scale  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package of the user with a Python module of settings."""
+    package = tmp_path / "guards_of_user"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    text = "from types import SimpleNamespace\nSCALE = 1.0\nNESTED = SimpleNamespace(scale=1.0)\n"
+    (package / "config.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in ("guards_of_user", "guards_of_user.config"):
+        sys.modules.pop(name, None)
+
+
+def imported() -> Any:
+    return sys.modules["guards_of_user.config"]
+
+
+class Helper:
+    """Of a model; what it gives rests on a global."""
+
+    def weight(self) -> float:
+        return self._weight()
+
+    def _weight(self) -> float:
+        return NUMBER
+
+    def __call__(self) -> float:
+        return NUMBER
+
+
+def number(_: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HERE, "NUMBER", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "change"),
+    [
+        (lambda _, x: scaled(x, ARGS), lambda _, patch: patch.setattr(ARGS, "scale", 2.0)),
+        (lambda _, x: scaled(x, args=OPTIONS), lambda _, patch: patch.setattr(OPTIONS, "scale", 2.0)),
+        (lambda _, x: scaled(x, CONFIG["loss"]), lambda _, patch: patch.setattr(CONFIG["loss"], "scale", 2.0)),
+        (lambda _, x: scaled(x, BY_ITEMS), lambda _, patch: patch.setitem(vars(BY_ITEMS)["_items"], "scale", 2.0)),
+        (lambda _, x: by_nested(x, ARGS), lambda _, patch: patch.setattr(ARGS.nested, "scale", 2.0)),
+        (lambda _, x: by_text(x, ARGS), lambda _, patch: patch.setattr(ARGS, "late", 2.0, raising=False)),
+        (lambda _, x: by_computed_name(x, ARGS), lambda _, patch: patch.setattr(ARGS, "scale", 2.0)),
+        (lambda _, x: by_all(x, ARGS), lambda _, patch: patch.setattr(ARGS, "scale", 2.0)),
+        (lambda _, x: x * HALVES.doubled, lambda _, patch: patch.setattr(HALVES, "half", 2.0)),
+        (lambda _, x: x * HALVES._half(), lambda _, patch: patch.setattr(HALVES, "half", 2.0)),
+        (lambda _, x: x * innermost(DEEP).factor, lambda _, patch: patch.setattr(innermost(DEEP), "factor", 2.0)),
+        (lambda _, x: WEIGHT(x), lambda _, patch: patch.setattr(WEIGHT, "factor", 2.0)),
+        (lambda _, x: WEIGHT(x), lambda _, patch: patch.setattr(Knob, "factor", 2.0)),
+        (lambda _, x: WEIGHT(x), lambda _, patch: patch.setattr(HERE, "WEIGHT", OWN)),
+        (lambda _, x: PART(x), lambda _, patch: patch.setattr(HERE, "PART", OWN)),
+        (lambda _, x: SHARES(x), lambda _, patch: patch.setattr(SHARES.keywords["of"], "scale", 2.0)),
+        (lambda _, x: SHARES(x), lambda _, patch: patch.setitem(SHARES.keywords, "of", OWN)),
+        (lambda _, x: ACT(x), lambda _, patch: patch.setattr(HERE, "ACT", torch.sigmoid)),
+        (lambda _, x: LAYER(x), lambda _, patch: patch.setattr(HERE, "LAYER", nn.Tanh())),
+        (lambda _, x: x * second(), number),
+        (lambda _, x: x * wrapped(), number),
+        (lambda _, x: x * BY_DECORATOR(), number),
+        (lambda _, x: x * CACHED(), number),
+        (lambda _, x: x * FUNCTIONS["third"](), number),
+        (lambda _, x: x * Helper().weight(), number),
+        (lambda model, x: x * model.act(), number),
+        (lambda model, x: x * model.acts["a"][0](), number),
+        (lambda model, x: x * model.part(), number),
+        (lambda model, x: x * model.bound(), number),
+        (lambda model, x: x * model.helper(), number),
+        (lambda model, x: x * model.by_helper(), number),
+        (lambda model, x: x * model.deep_factor(), lambda model, _: setattr(innermost(model.deep), "factor", 2.0)),
+        (lambda model, x: x * model.lists[0][0][0][0][0][0][0], lambda model, _: innermost_list(model).append(2.0)),
+        (lambda model, x: x * model.items.inner.scale, lambda model, _: model.items["inner"].update(scale=2.0)),
+        (lambda _, x: x * ITEMS[0].inner.scale, lambda _, patch: patch.setitem(ITEMS[0]["inner"], "scale", 2.0)),
+        (lambda model, x: x * model.like_torch.factor, lambda model, _: setattr(model.like_torch, "factor", 2.0)),
+        (lambda _, x: x * imports_name(), lambda _, patch: patch.setattr(imported(), "SCALE", 2.0)),
+        (lambda _, x: x * imports_module(), lambda _, patch: patch.setattr(imported(), "SCALE", 2.0)),
+        (lambda _, x: x * imports_under_a_name(), lambda _, patch: patch.setattr(imported().NESTED, "scale", 2.0)),
+    ],
+)
+@pytest.mark.usefixtures("user_package")
+def test_what_is_read_in_a_roundabout_way_is_seen_to_change(
+    run: Callable[[Any, Tensor], Tensor], change: Callable[[Any, Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, guards = captured_in_a_script(run)
+    assert guards.hold()
+    change(model, monkeypatch)
+    assert not guards.hold()
+    guards.changed()
+
+
+def innermost_list(model: Any) -> list[float]:
+    found = model.lists
+    while isinstance(found[0], list):
+        found = found[0]
+    return found  # type: ignore[no-any-return]
+
+
+def logs(x: Tensor, args: Any, meter: Settings) -> Tensor:
+    LOG.debug("scale %s", args.scale)
+    return x * args.scale  # type: ignore[no-any-return]
+
+
+def trains(_: Any) -> None:
+    """What a script does after each call."""
+    ARGS.step += 1
+    ARGS.best = 0.5 * ARGS.step
+    ARGS.losses.append(0.5)
+    METER.count += 1
+    METER.sum += 1
+    METER.values.append(1.0)
+    LOG.isEnabledFor(ARGS.step)
+    LOG.addFilter(lambda _: True)
+    CONFIG["loss"].step += 1
+    OPTIONS.step += 1
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda _, x: logs(x, ARGS, METER),
+        lambda _, x: scaled(x, CONFIG["loss"]),
+        lambda _, x: scaled(x, OPTIONS),
+        lambda _, x: names_of_its_own(scaled(x, METER), ARGS),
+        lambda model, x: x * model.of_torch.factor,
+    ],
+)
+def test_what_a_script_counts_beside_the_model_changes_nothing(run: Callable[[Any, Tensor], Tensor]) -> None:
+    model, guards = captured_in_a_script(run)
+    trains(model)
+    model.of_torch.factor = 2.0
+    assert guards.hold()

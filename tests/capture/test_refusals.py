@@ -7,6 +7,7 @@ import linecache
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,14 @@ def test_batch_size_as_result_is_refused() -> None:
         capture(Outer(batch_size_result), (torch.randn(4, 3),), {}, device=CPU, rows=4)
 
 
+def test_a_branch_that_a_batch_of_one_row_takes_is_refused() -> None:
+    alone = Outer(lambda x: x * 2 if x.shape[0] == 1 else x)
+    with pytest.raises(CaptureError, match=r"'inner' \(.*goes by the number of rows \(Eq\(rows, 1\) \(no\)\)"):
+        capture(alone, (torch.ones(1, 3),), {}, device=CPU, rows=1)
+    found = capture(alone, (torch.ones(2, 3),), {}, device=CPU, rows=2)
+    assert [condition.holds(rows) for condition in found.row_conditions for rows in (1, 2, 3)] == [False, True, True]
+
+
 def test_error_of_the_model_is_chained() -> None:
     def fails(x: Tensor) -> Tensor:
         raise KeyError("own error")
@@ -133,6 +142,123 @@ def test_unregistered_trainable_tensor_is_refused() -> None:
     weight = torch.ones(3, requires_grad=True)
     with pytest.raises(CaptureError, match="neither a parameter nor an input"):
         capture(Outer(lambda x: x * weight), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+
+
+class Helper:
+    def __init__(self) -> None:
+        self.kept = torch.zeros(3)
+        self.lists = ([torch.zeros(3)],)
+
+
+class Holds(nn.Module):
+    """Runs a function on itself, which holds tensors that are no buffers."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.bank = torch.zeros(3)
+        self.state = {"mean": torch.zeros(3)}
+        self.helper = Helper()
+        self.register_buffer("own", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+STATISTICS = torch.zeros(3)
+
+
+def advances_attribute(self: Any, x: Tensor) -> Tensor:
+    self.bank.mul_(0.9).add_(x.detach().mean(0))  # here
+    return x - self.bank
+
+
+def advances_in_dict(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.state["mean"][0] += x.mean()  # here
+    return x - self.state["mean"]
+
+
+def advances_in_helper(self: Any, x: Tensor) -> Tensor:
+    torch.add(self.helper.kept, 1, out=self.helper.kept)  # here
+    return x * self.helper.kept
+
+
+def advances_in_lists(self: Any, x: Tensor) -> Tensor:
+    self.helper.lists[0][0].view(3, 1)[1].copy_(x.detach().sum(1)[:1])  # here
+    return x * 2
+
+
+def advances_global(self: Any, x: Tensor) -> Tensor:
+    STATISTICS.add_(x.detach().mean(0))  # here
+    return x * 2
+
+
+def advances_data(self: Any, x: Tensor) -> Tensor:
+    self.bank.data.add_(1)  # here
+    return x * 2
+
+
+def advances_default(self: Any, x: Tensor, hidden: Tensor = torch.zeros(3)) -> Tensor:  # noqa: B008  # one for all
+    hidden.add_(1)  # here
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "held"),
+    [
+        (advances_attribute, "attribute \"bank\" of sub-module '1'"),
+        (advances_in_dict, "attribute \"state\" of sub-module '1'"),
+        (advances_in_helper, "attribute \"helper\" of sub-module '1'"),
+        (advances_in_lists, "attribute \"helper\" of sub-module '1'"),
+        (advances_global, f'global variable "STATISTICS" of {__name__}'),
+        (advances_data, "from outside"),
+        (advances_default, "from outside"),
+    ],
+)
+def test_tensors_from_outside_that_the_forward_changes_are_refused(function: Any, held: str) -> None:
+    with pytest.raises(CaptureError, match="keeps tensors for the next call") as refusal:
+        capture(nn.Sequential(nn.Linear(3, 3), Holds(function)), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+    message = str(refusal.value)
+    assert held in message
+    assert "self.register_buffer(" in message
+    line = int(message.split(f"{__file__}:")[1].split(")")[0])
+    assert "# here" in linecache.getline(__file__, line)
+
+
+@pytest.mark.parametrize(
+    "function", [advances_attribute, advances_in_dict, advances_in_helper, advances_in_lists, advances_global]
+)
+def test_what_stays_whole_may_not_change_them_either(function: Any) -> None:
+    model, options = nn.Sequential(nn.Linear(3, 3), Holds(function)), CaptureOptions(("1",))
+    with pytest.raises(CaptureError, match=r"^sub-module '1' .* keeps tensors for the next call.*register_buffer"):
+        capture(model, (torch.randn(4, 3),), {}, device=CPU, rows=4, options=options)
+
+
+def changes_buffer(self: Any, x: Tensor) -> Tensor:
+    self.own.add_(x.detach().mean(0))
+    return x - self.own
+
+
+def changes_what_it_makes(self: Any, x: Tensor) -> Tensor:
+    made = [torch.tensor([0.0, 1.0, 2.0]), torch.from_numpy(np.zeros(3, np.float32)), x.new_tensor([1.0]), x.new(3)]
+    made += [self.bank.clone(), STATISTICS.to(torch.float64), STATISTICS[:2].t().flip(0)[:1].contiguous()]
+    for tensor in (*made, torch.Tensor([1, 2, 3]), torch.zeros(3)):
+        x = x + tensor.fill_(1).add_(x.detach().mean())
+    return x
+
+
+def makes_cache(self: Any, x: Tensor) -> Tensor:
+    if "ones" not in self.state:
+        self.state["ones"] = torch.zeros(3).add_(1)
+    return x * self.state["ones"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("whole", [(), ("1",)])
+@pytest.mark.parametrize("function", [changes_buffer, changes_what_it_makes, makes_cache])
+def test_other_tensors_may_be_changed(function: Any, whole: tuple[str, ...]) -> None:
+    model, options = nn.Sequential(nn.Linear(3, 3), Holds(function)), CaptureOptions(whole)
+    capture(model, (torch.randn(4, 3),), {}, device=CPU, rows=4, options=options)
 
 
 def test_unknown_leaf_module_is_refused() -> None:

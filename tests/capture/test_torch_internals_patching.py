@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tests.capture.tracing import Twice, X, fake_mode, traced
-from torch import Tensor, fx, nn
+from torch import Tensor, distributed, fx, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from pyrannc.capture.torch_internals import patching, symbols, tracing
@@ -193,10 +194,82 @@ def test_TENSOR_META() -> None:
     assert node.meta["tensor_meta"] is None
 
 
-def test_WORLD_SIZE() -> None:
-    assert {point.original for point in patching.WORLD_SIZE} == {torch.distributed.get_world_size}
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A group of one rank."""
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())  # type: ignore[attr-defined]
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
 
 
-def test_COLLECTIVES() -> None:
-    assert {point.owner for point in patching.COLLECTIVES} == {torch.distributed, torch.distributed.distributed_c10d}
-    assert all(callable(point.original) for point in patching.COLLECTIVES)
+def test_several_ranks(alone: Any) -> None:
+    assert not patching.several_ranks()
+    with patching.GROUP_SIZE.replaced_by(lambda _: 2):
+        assert patching.several_ranks()
+
+
+def test_GROUP_SIZE(alone: Any) -> None:
+    assert calls_seen(patching.GROUP_SIZE, distributed.get_world_size) == 1
+    assert calls_seen(patching.GROUP_SIZE, lambda: distributed.get_world_size(alone)) == 1
+    assert calls_seen(patching.GROUP_SIZE, lambda: alone.size()) == 1
+
+
+def refused(point: patching.PatchPoint, call: Callable[[], Any]) -> bool:
+    """Whether a call ends where a function stands that raises."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise KeyError(point.name)
+
+    with point.replaced_by(refuse):
+        try:
+            call()
+        except KeyError as error:
+            return error.args == (point.name,)
+    return False
+
+
+def test_RANK_NOT_IN_GROUP(alone: Any) -> None:
+    one, many = torch.ones(1), [torch.ones(1)]
+    calls = [
+        lambda: distributed.all_gather(many, one),
+        lambda: distributed.all_gather_coalesced([many], many),
+        lambda: distributed.all_gather_into_tensor(one, one),
+        lambda: distributed.all_gather_object([None], 1),
+        lambda: distributed.all_reduce(one),
+        lambda: distributed.all_reduce_coalesced(many),
+        lambda: distributed.all_to_all(many, many),
+        lambda: distributed.all_to_all_single(one, one),
+        lambda: distributed.barrier(),
+        lambda: distributed.broadcast(one, 0),
+        lambda: distributed.broadcast_object_list([1], 0),
+        lambda: distributed.gather(one, many, 0),
+        lambda: distributed.gather_object(1, [None], 0),
+        lambda: distributed.irecv(one, 0),
+        lambda: distributed.isend(one, 0),
+        lambda: distributed.monitored_barrier(),
+        lambda: distributed.recv(one, 0),
+        lambda: distributed.recv_object_list([None], 0),
+        lambda: distributed.reduce(one, 0),
+        lambda: distributed.reduce_scatter(one, many),
+        lambda: distributed.reduce_scatter_tensor(one, one),
+        lambda: distributed.scatter(one, many, 0),
+        lambda: distributed.scatter_object_list([None], [1], 0),
+        lambda: distributed.send_object_list([1], 0),
+    ]
+    for call in calls:
+        assert refused(patching.RANK_NOT_IN_GROUP, call), inspect.getsource(call)
+    assert refused(patching.RANK_NOT_IN_GROUP, lambda: distributed.get_rank(alone))
+
+
+def test_GROUP_METHODS(alone: Any) -> None:
+    methods = {point.name: point for point in patching.GROUP_METHODS}
+    assert refused(methods["allreduce"], lambda: alone.allreduce([torch.ones(1)]))
+    assert refused(methods["_allgather_base"], lambda: alone._allgather_base(torch.ones(1), torch.ones(1)))
+    assert all(callable(point.original) for point in patching.GROUP_METHODS)
+
+
+def test_other_sends(alone: Any) -> None:
+    functional, batches = patching.other_sends()
+    assert refused(functional, lambda: functional.owner.all_reduce(torch.ones(1), "sum", alone))
+    assert refused(functional, lambda: functional.owner.all_gather_tensor(torch.ones(1), 0, alone))
+    assert refused(batches, lambda: distributed.batch_isend_irecv([]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -62,6 +63,10 @@ class Asked(symbols.ShapeQuestions):
     asked, watched = 0, 0
     taken: Any = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_by: set[tuple[str, bool]] = set()
+
     def granted(self, symbol: Any, size: Any) -> None:
         self.taken = size
 
@@ -69,8 +74,9 @@ class Asked(symbols.ShapeQuestions):
         self.asked += 1
         return expr.subs(dict.fromkeys(expr.free_symbols, 1))
 
-    def answered(self, expr: Any) -> None:
+    def answered(self, expr: Any, answer: Any) -> None:
         self.watched += 1
+        self.asked_by.add((symbols.asking(), symbols.is_a_branch()))
 
 
 def test_ShapeQuestions() -> None:
@@ -99,6 +105,26 @@ def test_ShapeQuestions() -> None:
     # Without an answer, torch's own error stays.
     with pytest.raises(Exception, match="data-dependent"):
         traced(lambda x: x if (x > 0).all() else -x, X)
+
+
+def asked_by(call: Callable[[Tensor], Any]) -> set[tuple[str, bool]]:
+    env = Asked()
+    mode = fakes.FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    given = symbols.fake_of(mode, "x", X, 1)
+    env.asked_by.clear()
+    with mode:
+        call(given)
+    return env.asked_by
+
+
+def test_asking() -> None:
+    assert "aten.slice.Tensor" in {by for by, _ in asked_by(lambda x: x[:2])}
+    assert {by for by, _ in asked_by(lambda x: max(x.shape[0], 7))} == {""}
+
+
+def test_is_a_branch() -> None:
+    assert asked_by(lambda x: 1 if x.shape[0] > 5 else 2) == {("", True)}
+    assert not any(branch for _, branch in asked_by(lambda x: x[:2]))
 
 
 def test_forget_new_sizes() -> None:

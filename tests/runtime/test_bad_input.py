@@ -69,12 +69,13 @@ def given_twice() -> list[Told]:
         x = torch.randn(2, 2 * WIDTH)
         if not first:
             module(x[:, :WIDTH], x[:, WIDTH:])
-        whole = x[:, :WIDTH]
+        whole, later = x[:, :WIDTH], x[:, 1 : WIDTH + 1]
         found.append(told(lambda module=module, whole=whole: module(whole, whole)))
+        found.append(told(lambda module=module, whole=whole, later=later: module(whole, later)))
     return found
 
 
-def test_a_tensor_that_is_given_twice_is_not_changed_in_place(ranks: Ranks) -> None:
+def test_a_tensor_that_is_given_twice_or_overlaps_is_not_changed_in_place(ranks: Ranks) -> None:
     for errors in ranks(2).run(given_twice):
         for kind, text in errors:
             assert kind == "InputError"

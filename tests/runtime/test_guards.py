@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,7 +340,11 @@ def numbers_come() -> list[str]:
         return differences.found
 
 
-HIDDEN = SimpleNamespace(factor=1.0)
+HIDDEN = [1.0]
+
+
+def first_of(numbers: list[float]) -> Callable[[], float]:
+    return lambda: numbers[0]
 
 
 class Hidden(nn.Module):
@@ -350,7 +353,7 @@ class Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.factor = lambda: HIDDEN.factor
+        self.factor = first_of(HIDDEN)
         self.kept: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -365,9 +368,9 @@ def unseen_changes() -> list[str]:
         pair.step("first")
         text = told(lambda: pair.model.kept + 1)  # type: ignore[operator]
         differences.demand('the attribute "kept" of the model is set by the forward' in text, text)
-        HIDDEN.factor = 2.0
+        HIDDEN[0] = 2.0
         text = told(lambda: pair.module(torch.ones(2, WIDTH)))
-        HIDDEN.factor = 1.0
+        HIDDEN[0] = 1.0
         differences.demand("computes something else than when it was captured" in text, text)
         pair.step("as before")
         pair.model.first.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]

@@ -151,10 +151,10 @@ class Agreement:
         batch = BatchRows(rows, self._gather_inputs)
         found, drawn = own.variant, everyone[0][-1]
         with no_autocast():
-            if found is not None and found.questions.of_buffers:
+            if found is not None and not found.stands_for(batch.total):
+                self._take_for_rows(own, batch.total)
+            if own.variant is not None and own.variant.questions.of_buffers:
                 own.variant = self._as_answered(own, batch)
-            if own.variant is not None and batch.total > own.variant.most_rows:
-                own.variant = None
             if own.variant is not found:
                 self._drawn = own.drawn or None
                 drawn = drawn if own.variant is None else agree.broadcast_object(self.draw(own.variant))
@@ -169,13 +169,21 @@ class Agreement:
             own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, drawn, doubt
         )
 
+    def _take_for_rows(self, own: _Own, rows: int) -> None:
+        """Takes the captured form for so many rows, if there is one. All ranks call it."""
+        own.others = [form for form in own.others if form.stands_for(rows)]
+        own.variant = own.others.pop(0) if own.others else None
+        numbers = agree.gather_numbers((_NEW if own.variant is None else own.variant.number,))
+        if len(set(numbers)) > 1:
+            raise MismatchError(_different_calls(self._model, own.call.tensors))
+
     def _as_answered(self, own: _Own, batch: BatchRows) -> Variant | None:
         """The captured form with the answers that buffers give now, if there is one. All ranks call it.
 
         Where other data decide too, or there are many of them already, it is the latest.
         """
         assert own.variant is not None, "it asks buffers"
-        forms = [own.variant, *own.others]
+        forms = [own.variant, *(form for form in own.others if form.stands_for(batch.total))]
         for form in forms:
             told = agree.gather_numbers((len(forms), form.number, self._answered(form, own, batch)))
             if len({(count, number) for count, number, _ in told}) > 1:
@@ -237,7 +245,7 @@ class Agreement:
         own.key = self._key(call, per_row)
         forms = self._variants.that_hold(own.key)
         own.variant = next(forms, None)
-        if own.variant is not None and own.variant.questions.of_buffers:
+        if own.variant is not None and (own.variant.questions.of_buffers or own.variant.asks_rows):
             own.others = [*forms]
         calls = 0 if own.variant is None else own.variant.calls
         if self._gather_inputs and process.get_world_size() > 1:
@@ -281,7 +289,7 @@ class _Own:
     """What this rank has found out about its call.
 
     Attributes:
-        others: captured forms beside ``variant`` that may serve it, as buffers answer.
+        others: captured forms beside ``variant`` that may serve it, as buffers answer or for other rows.
         is_answered: all questions of ``variant`` have been asked, and have the answers of the capture.
     """
 

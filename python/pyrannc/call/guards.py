@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import itemgetter
-from types import FunctionType, MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyrannc.capture import INTERNAL, PythonState, is_plain
-from pyrannc.capture.holdings import Slots, is_users_own
+from pyrannc.capture.global_reads import GlobalReads
+from pyrannc.capture.holdings import SCALARS, Slots, is_record, is_users_own
 from pyrannc.capture.hooks import refuse_new_hooks
 from pyrannc.capture.torch_internals.modules import (
     hooks_of_all_calls,
@@ -28,7 +29,10 @@ from pyrannc.capture.torch_internals.tensors import version
 _Holder = Mapping[str, Any]
 _WATCHED_ITEMS = 4096
 """Longer containers are watched by identity and length only."""
-_WATCHED_DEPTH = 4
+_WATCHED_VALUES = 20_000
+"""Of values in what is watched, however deep, so many are looked at, the nearest first."""
+
+_CONTAINERS = (dict, list, set, tuple, deque, bytearray)
 
 
 class ModuleGuards:
@@ -46,10 +50,11 @@ class ModuleGuards:
         watched = _Watched()
         for attribute in state.read:
             watched.add_read(attribute.module, attribute.name)
-        for held, name in state.globals:
-            watched.add_global(held, name)
         for module in state.strangers:
             watched.add_stranger(module)
+        watched.look_into_values()
+        for held, name in (*state.globals, *GlobalReads({}, watched.functions, watched.helpers)):
+            watched.add_global(held, name)
         self._objects = watched.objects
         self._sizes = list(map(len, self._objects))
         self._names = [(holder, sorted(names)) for holder, names in watched.names.values()]
@@ -133,14 +138,22 @@ def _short(value: Any) -> str:
 
 
 class _Watched:
-    """Which attributes of which objects are watched, each once."""
+    """Which attributes of which objects are watched, each once.
+
+    Attributes:
+        functions: that stand in what is watched.
+        helpers: objects of the user's own classes there.
+    """
 
     def __init__(self) -> None:
         self.names: dict[int, tuple[_Holder, set[str]]] = {}
         self.tensors: list[tuple[_Holder, str, Tensor]] = []
         self.absent: dict[int, tuple[_Holder, set[str]]] = {}
         self.objects: list[_Holder] = []
-        self._seen: set[int] = set()
+        self.functions: list[FunctionType] = []
+        self.helpers: list[Any] = []
+        self._waiting: deque[Any] = deque()
+        self._known_tensors: set[tuple[int, str]] = set()
         # Kept while ids serve as keys: the attributes of a class are looked at through a new proxy each time.
         self._proxies: dict[type, MappingProxyType[str, Any]] = {}
 
@@ -150,91 +163,104 @@ class _Watched:
         if name in INTERNAL or name.startswith("__"):
             return
         if name in own:
-            self._add(own, name, 0)
+            self._add(own, name)
             return
         registered = own_params(module), own_buffers(module), own_modules(module)
         for holder in registered:
             if name in holder:
                 if holder[name] is None:
-                    self._add(holder, name, 0)
+                    self._add(holder, name)
                 return
         for slots in Slots.of(module):
             if name in slots:
-                self._add(slots, name, 0)
+                self._add(slots, name)
                 return
         for holder in (own, *registered):
             self.absent.setdefault(id(holder), (holder, set()))[1].add(name)
         for kind in type(module).__mro__:
             if name in vars(kind):
                 value = vars(kind)[name]
-                is_method = isinstance(value, FunctionType) and is_users_own(kind)
-                if is_method or is_plain(value) or _has_attributes(value):
-                    self._add(self._proxies.setdefault(kind, vars(kind)), name, 0)
+                proxy = self._proxies.setdefault(kind, vars(kind))
+                if isinstance(value, FunctionType) and is_users_own(kind):
+                    self._note(proxy, name)
+                    self.functions.append(value)
+                elif is_users_own(kind) or is_plain(value) or is_record(value):
+                    self._add(proxy, name)
                 return
 
     def add_stranger(self, module: nn.Module) -> None:
         """A module that the model calls and that is no sub-module."""
         for name in vars(module):
             if name not in INTERNAL:
-                self._add(vars(module), name, 0)
+                self._add(vars(module), name)
 
     def add_global(self, held: _Holder, name: str) -> None:
         """A global variable, or an attribute of an object in one, there or not."""
         if name in held:
-            self._add(held, name, _WATCHED_DEPTH)
+            self._note(held, name)
         else:
             self.absent.setdefault(id(held), (held, set()))[1].add(name)
 
-    def _add(self, holder: _Holder, name: str, depth: int) -> None:
+    def look_into_values(self) -> None:
+        """Adds attributes of objects in what has been added, but for globals, and of objects in these."""
+        seen: set[int] = set()
+        left = _WATCHED_VALUES
+        while self._waiting and left > 0:
+            value = self._waiting.popleft()
+            if not isinstance(value, SCALARS) and id(value) not in seen:
+                seen.add(id(value))
+                before = len(self._waiting)
+                self._look_into(value)
+                left -= len(self._waiting) - before
+
+    def _add(self, holder: _Holder, name: str) -> None:
+        self._note(holder, name)
+        self._waiting.append(holder[name])
+
+    def _note(self, holder: _Holder, name: str) -> None:
         value = holder[name]
-        if isinstance(value, Tensor):
-            if (id(holder), name) not in {(id(found), known) for found, known, _ in self.tensors}:
-                self.tensors.append((holder, name, value))
-            return
-        self.names.setdefault(id(holder), (holder, set()))[1].add(name)
-        self._look_into(value, depth)
+        if not isinstance(value, Tensor):
+            self.names.setdefault(id(holder), (holder, set()))[1].add(name)
+        elif (id(holder), name) not in self._known_tensors:
+            self._known_tensors.add((id(holder), name))
+            self.tensors.append((holder, name, value))
 
-    def _look_into(self, value: Any, depth: int) -> None:
-        if depth >= _WATCHED_DEPTH or id(value) in self._seen:
-            return
-        if isinstance(value, (dict, list, tuple, deque)):
+    def _look_into(self, value: Any) -> None:
+        if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
             if len(value) <= _WATCHED_ITEMS and not is_plain(value):
-                self._seen.add(id(value))
-                for item in [*value.values()] if isinstance(value, dict) else [*value]:
-                    self._look_into(item, depth + 1)
-        elif _has_attributes(value):
-            self._seen.add(id(value))
-            self._look_into_object(value, depth)
+                self._waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, FunctionType):
+            self.functions.append(value)
+        elif isinstance(value, MethodType):
+            self._waiting += value.__self__, value.__func__
+        elif isinstance(value, partial):
+            self._waiting += value.func, value.args
+            self.objects.append(value.keywords)
+            for name in value.keywords:
+                self._add(value.keywords, name)
+        elif is_record(value) or (isinstance(value, type) and is_users_own(value)):
+            self._look_into_object(value)
 
-    def _look_into_object(self, value: Any, depth: int) -> None:
+    def _look_into_object(self, value: Any) -> None:
         is_class = isinstance(value, type)
+        if is_users_own(value if is_class else type(value)):
+            self.helpers.append(value)
         own: set[str] = set()
         for holder in [] if is_class else _holders(value):
             self.objects.append(holder)
             own.update(holder)
             for name in list(holder):
-                self._add(holder, name, depth + 1)
+                self._add(holder, name)
         for kind in filter(is_users_own, value.__mro__ if is_class else type(value).__mro__):
             held = self._proxies.setdefault(kind, vars(kind))
             for name in held:
                 if not name.startswith("__") and name not in own and is_plain(held[name]):
-                    self._add(held, name, depth + 1)
+                    self._note(held, name)
 
 
 def _holders(value: Any) -> list[_Holder]:
     """Where an object has its attributes."""
     return [*([vars(value)] if hasattr(value, "__dict__") else []), *Slots.of(value)]
-
-
-def _has_attributes(value: Any) -> bool:
-    """True for objects such as a configuration, whose attributes the forward may have read."""
-    if isinstance(value, type):
-        return is_users_own(value)
-    if isinstance(value, (nn.Module, ModuleType, FunctionType)) or (callable(value) and not is_users_own(type(value))):
-        return False
-    if not isinstance(getattr(value, "__dict__", None), dict):
-        return bool(Slots.of(value))
-    return not type(value).__module__.startswith("torch")
 
 
 def _snapshot(found: Any, count: int) -> Any:
@@ -243,25 +269,31 @@ def _snapshot(found: Any, count: int) -> Any:
 
 def _kept(value: Any) -> Any:
     """What a later value is compared with."""
-    if isinstance(value, (dict, list, set, tuple, deque, bytearray)):
-        return _SameLength(value) if len(value) > _WATCHED_ITEMS else _copied(value, 0)
+    if isinstance(value, _CONTAINERS):
+        return _copied(value, {})
     # Where nobody has imported NumPy there are none of its arrays.
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and isinstance(value, numpy.ndarray)
     return _SameNumbers(value) if is_array and value.size <= _WATCHED_ITEMS else value
 
 
-def _copied(value: Any, depth: int) -> Any:
-    """Containers with containers in them; what else is in them is itself."""
-    if depth > _WATCHED_DEPTH:
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """Containers with containers in them, each once; what else is in them is itself, and so is one inside of itself."""
+    if id(value) in known:
+        return known[id(value)]
+    known[id(value)] = value
+    if not isinstance(value, _CONTAINERS):
         return value
-    if type(value) in (dict, OrderedDict, defaultdict):
-        return {key: _copied(item, depth + 1) for key, item in value.items()}
-    if type(value) in (list, tuple, deque):
-        return type(value)(_copied(item, depth + 1) for item in value)
-    if isinstance(value, (dict, list, set, deque, bytearray)):
-        return copy.deepcopy(value) if is_plain(value) else copy.copy(value)
-    return value
+    if len(value) > _WATCHED_ITEMS or len(known) > _WATCHED_VALUES:
+        known[id(value)] = _SameLength(value)
+    elif isinstance(value, dict):
+        known[id(value)] = {key: _copied(item, known) for key, item in dict.items(value)}
+    elif isinstance(value, (list, tuple, deque)):
+        kind = next(kind for kind in (list, tuple, deque) if isinstance(value, kind))
+        known[id(value)] = kind(_copied(item, known) for item in value)
+    else:
+        known[id(value)] = set(value) if isinstance(value, set) else bytes(value)
+    return known[id(value)]
 
 
 class _SameNumbers:

@@ -31,6 +31,7 @@ from pyrannc.capture import (
 )
 from pyrannc.capture.attributes import assign
 from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.row_conditions import first_other
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.capture.sequences import ADVICE
 from pyrannc.core.graph import GraphFacts, ParamFacts
@@ -156,6 +157,15 @@ class Variant:
         """True when another capture must give the same: no answer came from parameters, which may be elsewhere now."""
         return process.get_world_size() == 1 or not self.questions.unchecked
 
+    @property
+    def asks_rows(self) -> bool:
+        """True when other captured forms may stand for other numbers of rows."""
+        return bool(self.whole.captured.row_conditions)
+
+    def stands_for(self, rows: int) -> bool:
+        """True for a batch of so many rows that the model treats as it treated the captured one."""
+        return rows <= self.most_rows and first_other(self.whole.captured.row_conditions, rows) is None
+
     def compare_with(self, sample: Sample) -> None:
         """Captures the call once more, on this rank alone.
 
@@ -167,6 +177,9 @@ class Variant:
             return
         if has_row_lists((sample.args, sample.kwargs)):
             # Other items may show something else of how rows are treated.
+            return
+        if not self.stands_for(sample.rows):
+            # The rows of one rank may be too few, or too many, for what the whole batch does.
             return
         graph, same = self.captured_again(sample)
         if not same:
@@ -406,8 +419,11 @@ class Variants:
         """What makes the captured form with this key, for so many rows, differ from the one used last."""
         last = next(reversed(self._by_use))
         before = self._by_use[last]
+        other = first_other(last.whole.captured.row_conditions, rows)
         if before == key and rows > last.most_rows:
             return f"a batch of {rows} rows, where trials had shown what holds for up to {last.most_rows}"
+        if before == key and other is not None:
+            return f"a batch of {rows} rows, where {other.where} had asked ({other})"
         if before == key:
             return last.guards.changed() or "a sub-module"
         names = (

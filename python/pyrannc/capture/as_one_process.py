@@ -6,28 +6,47 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 from pyrannc.errors import CaptureError
 
 from .source import SourceTracker, belongs_to_user
-from .torch_internals.patching import COLLECTIVES, WORLD_SIZE
-from .user_names import replaced_for_users
+from .torch_internals.patching import (
+    GROUP_METHODS,
+    GROUP_SIZE,
+    RANK_NOT_IN_GROUP,
+    PatchPoint,
+    other_sends,
+    several_ranks,
+)
+
+_TORCH = "torch.distributed"
+_C10D = f"{_TORCH}.distributed_c10d"
+_LOGGER = f"{_TORCH}.c10d_logger"
+"""Stands round most functions of torch.distributed."""
+_SILENT = ("get_backend", "get_backend_config", "get_rank", "get_world_size", "_set_pg_timeout")
+"""Functions that look at a group like those that talk with its ranks, and send nothing."""
 
 
 @contextmanager
 def as_one_process(tracker: SourceTracker) -> Iterator[None]:
     """While active, a forward that counts the ranks, where there are several, or talks with others is refused.
 
+    What torch.distributed itself looks up by name at each call tells, so that the names that the model has for its
+    functions do not matter. What stays whole is tried in here, and refused likewise.
+
     Raises:
         CaptureError: it does.
     """
-    own, real = threading.get_ident(), WORLD_SIZE[0].original
+    if not several_ranks():
+        yield
+        return
+    own, real_size = threading.get_ident(), GROUP_SIZE.original
 
-    def get_world_size(*args: Any, **kwargs: Any) -> int:
-        count: int = real(*args, **kwargs)
-        asks = threading.get_ident() == own and belongs_to_user(sys._getframe(1).f_code.co_filename)
-        if asks and count > 1:
+    def size(group: Any) -> int:
+        count: int = real_size(group)
+        if count > 1 and threading.get_ident() == own and belongs_to_user(_asker(sys._getframe(1))):
             raise CaptureError(
                 f"{tracker.here()} asks torch.distributed for the number of ranks, {count}. The forward runs as in one "
                 "process with the rows of all ranks, losses and means over rows are those of the global batch: leave "
@@ -35,20 +54,49 @@ def as_one_process(tracker: SourceTracker) -> Iterator[None]:
             )
         return count
 
-    def refusing(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+    def refusing(point: PatchPoint) -> Callable[..., Any]:
+        original = point.original
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != own or real() == 1:
-                return collective(*args, **kwargs)
+            caller = sys._getframe(1)
+            if threading.get_ident() != own or _is_silent(caller):
+                return original(*args, **kwargs)
             raise CaptureError(
-                f"{tracker.here()} talks with other ranks (torch.distributed.{name}). The forward runs as in one "
-                "process with the rows of all ranks: leave out what gathers, sums or spreads over ranks, the rows are "
-                "there already"
+                f"{tracker.here()} talks with other ranks ({_called(caller) or f'ProcessGroup.{point.name}'}). The "
+                "forward runs as in one process with the rows of all ranks: leave out what gathers, sums or spreads "
+                "over ranks, the rows are there already"
             )
 
         return call
 
     with ExitStack() as stack:
-        stack.enter_context(replaced_for_users(real, get_world_size, *WORLD_SIZE))
-        for point in COLLECTIVES:
-            stack.enter_context(point.replaced_by(refusing(point.name, point.original)))
+        stack.enter_context(GROUP_SIZE.replaced_by(size))
+        for point in (RANK_NOT_IN_GROUP, *other_sends(), *GROUP_METHODS):
+            stack.enter_context(point.replaced_by(refusing(point)))
         yield
+
+
+def _is_silent(frame: FrameType) -> bool:
+    return frame.f_code.co_name in _SILENT and _module(frame) == _C10D
+
+
+def _asker(frame: FrameType) -> str:
+    """The file of what asks for the number of ranks, from the innermost frame that does."""
+    while frame.f_back is not None and _module(frame) == _C10D:
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _called(frame: FrameType) -> str:
+    """The function of torch.distributed that the user's line calls, from a frame inside of it."""
+    name, outer = "", frame
+    while outer.f_back is not None and not belongs_to_user(outer.f_code.co_filename):
+        module = _module(outer)
+        if module.startswith(_TORCH) and module != _LOGGER:
+            name = f"{_TORCH if module == _C10D else module}.{outer.f_code.co_name}"
+        outer = outer.f_back
+    return name
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))

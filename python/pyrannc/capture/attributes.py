@@ -7,25 +7,30 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError
 
 from .assumptions import Attribute, PythonState
 from .containers import CONTAINERS, content, fill
+from .facts import PLACE, memory
 from .flatten import flatten
 from .global_reads import GlobalReads
 from .helpers import Helpers
+from .holdings import is_users_own
 from .new_tree import Left
+from .operands import arguments, mutated_arguments
+from .ops import aliased_arguments, may_return_view
 from .source import Place, SourceTracker
-from .torch_internals.fakes import FakeTensor
 from .torch_internals.modules import attribute_access
+from .torch_internals.operators import OpOverload, schema
 from .torch_internals.symbols import SYMBOLIC
-from .torch_internals.tensors import pytree
+from .torch_internals.tensors import pytree, storage_address, version
 from .untraceable import UntraceableError
 
 _Key = tuple[int, str]
@@ -39,6 +44,10 @@ _PLAIN = (
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
+_DEPTH = 4
+"""How deep in containers and objects tensors are looked for."""
+_MOST_ITEMS = 4096
+"""Nor are they in longer ones."""
 
 _STAND_INS = {torch.SymInt: 3, torch.SymFloat: 0.7, torch.SymBool: True}
 
@@ -117,7 +126,7 @@ class AttributeLog:
     """
 
     def __init__(self, model: nn.Module, tracker: SourceTracker) -> None:
-        self._tracker = tracker
+        self._model, self._tracker = model, tracker
         self._kept = [_kept(path, module) for path, module in model.named_modules()]
         self._helpers = Helpers(model, INTERNAL)
         self._paths = {id(kept.module): kept.path for kept in self._kept}
@@ -129,6 +138,12 @@ class AttributeLog:
         self.carried: list[Carried] = []
         self.beside: list[Carried] = []
         self.left: list[Left] = []
+
+    @cached_property
+    def _tensors(self) -> list[tuple[str, str, Tensor]]:
+        """Tensors of the model that are neither parameters nor buffers: what holds one, its name, and the tensor."""
+        held = [(what, name, tensor) for what, name, value in _holders(self._model) for tensor in _tensors_in(value)]
+        return [item for item in held if not item[2].is_inference()]
 
     def where(self, module: nn.Module, name: str) -> Place | None:
         """Where the model has last set an attribute, or a sub-module or tensor that is registered as one."""
@@ -180,12 +195,20 @@ class AttributeLog:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """What runs here runs at each call: what it reads decides then."""
+        """What runs here runs at each call: what it reads decides then.
+
+        Raises:
+            CaptureError: it changes in place a tensor that it is not given, as it would for each part of a batch.
+        """
         before, self._watching = self._watching, False
+        versions = [version(tensor) for _, _, tensor in self._tensors]
         try:
             yield
         finally:
             self._watching = before
+        for (held, name, tensor), seen in zip(self._tensors, versions, strict=True):
+            if version(tensor) != seen:
+                raise CaptureError(_changes_tensor(self._tracker.here(), held, name))
 
     def note_changes(self, depends_on_data: Callable[[Any], bool]) -> None:
         """Finds out what the call has changed, right after it.
@@ -274,14 +297,95 @@ def _for_a_second(value: Any, depends_on_data: Callable[[Any], bool]) -> Any:
     return made
 
 
-def refuse_changed_tensors(model: nn.Module, changed: Sequence[Tensor]) -> None:
-    """Raises CaptureError when the forward changes, in place, a tensor that is a plain attribute of a sub-module."""
-    real = [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
-    places = {tensor.untyped_storage().data_ptr() for tensor in real}
+def refuse_changed_tensors(model: nn.Module, gm: fx.GraphModule) -> None:
+    """Raises CaptureError when the forward changes tensors in place that are no parameters, buffers or arguments.
+
+    Args:
+        model: which may hold them.
+        gm: a raw trace, in which they are constants.
+    """
+    for node in gm.graph.nodes:
+        for operand in mutated_arguments(node):
+            constant = _constant_of(operand)
+            if constant is not None:
+                held = _holder(model, getattr(gm, str(constant.target)))
+                raise CaptureError(_changes_tensor(node.meta.get(PLACE, Place("")), *held))
+
+
+def _constant_of(node: fx.Node) -> fx.Node | None:
+    """The constant whose memory a traced node shows."""
+    while node.op == "call_function" and (operands := aliased_arguments(node)):
+        if _is_copy(node, operands[0]):
+            return None
+        node = operands[0]
+    return node if node.op == "get_attr" else None
+
+
+def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
+    """True for what its schema takes for a view of an operand, and is none."""
+    name = schema(node.target).name if isinstance(node.target, OpOverload) else ""
+    if name != "aten::to" and not may_return_view(node):
+        return False
+    made, given = memory(node), memory(operand)
+    if made and given:
+        return made.isdisjoint(given)
+    # The memory of a constant is not noted.
+    after, before = node.meta["val"], operand.meta["val"]
+    converted = (after.dtype, after.device) != (before.dtype, before.device)
+    moved = name in ("aten::to", "aten::contiguous") and after.stride() != before.stride()
+    return converted or moved or bool(arguments(node).get("copy"))
+
+
+def _holder(model: nn.Module, tensor: Tensor) -> tuple[str, ...]:
+    """What holds a tensor, and its name, if that can be found."""
+    address = _address(tensor)
+    for held, name, value in _holders(model):
+        if any(item is tensor or (address and _address(item) == address) for item in _tensors_in(value)):
+            return held, name
+    return ()
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Attributes of sub-modules, but for torch's own, and global variables beside classes of the user.
+
+    Of each, what it is, its name and its value.
+    """
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in places:
-                raise CaptureError(_carries_tensor(Attribute(module, path, name)))
+            if name not in INTERNAL:
+                yield str(Attribute(module, path, name)), name, value
+    forwards = [type(module).forward for module in model.modules() if is_users_own(type(module))]
+    variables = [forward.__globals__ for forward in forwards if isinstance(forward, FunctionType)]
+    for own in {id(names): names for names in variables}.values():
+        for name, value in list(own.items()):
+            yield f'global variable "{name}" of {own.get("__name__")}', name, value
+
+
+def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """A tensor, and those in containers and in objects of the user's own classes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, (*_PLAIN, nn.Module)):
+        inside = content(value)
+        if not isinstance(inside, (dict, list, tuple, deque)):
+            inside = vars(value) if hasattr(value, "__dict__") and is_users_own(type(value)) else ()
+        if len(inside) <= _MOST_ITEMS:
+            for item in inside.values() if isinstance(inside, dict) else inside:
+                yield from _tensors_in(item, depth - 1)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Tells the memory of one tensor from that of others, where it has any."""
+    return storage_address(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+def _changes_tensor(place: Place, held: str = "", name: str = "state") -> str:
+    where = f"in the {held}" if held else "from outside, such as a variable of a function round the model"
+    return (
+        f"{place} keeps tensors for the next call: it changes in place a tensor {where}. A captured call runs in parts "
+        "and on several ranks, each of which would change one of its own. Register it as a buffer of a sub-module "
+        f'(self.register_buffer("{name}", ...)) and change that with copy_(), or return it from the forward'
+    )
 
 
 def _carries_tensor(attribute: Attribute) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
-from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PythonState
+from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PartOfBatchError, PythonState
 from .attributes import Carried, assigned, carries_number, is_plain, refuse_changed_tensors
 from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
@@ -30,6 +30,7 @@ from .operands import mutated_arguments
 from .ops import aliased_arguments
 from .options import NO_OPTIONS, CaptureOptions
 from .outputs import only_asked
+from .row_conditions import RowCondition, first_other
 from .sample import Sample
 from .source import Place
 from .told import ToldRowWise
@@ -60,6 +61,7 @@ class Captured:
         row_wise: of each group, then of each call that was tried, whether it treats each row by itself.
         shown_rows: as many rows trials had memory for, of groups that they show.
         covered_rows: for batches of how many rows trials stand; None where none has shown anything.
+        row_conditions: what else batches have in common for which it stands.
         changed_inputs: which of the input tensors the forward changes in place.
         limits: what the forward sets to parameters in place; the Graph starts from these.
         carried: numbers and the like that the call changes for later ones, which do the same with them.
@@ -92,6 +94,7 @@ class Captured:
     row_wise: tuple[bool, ...]
     shown_rows: int
     covered_rows: int | None
+    row_conditions: tuple[RowCondition, ...]
     changed_inputs: frozenset[int]
     limits: tuple[Limit, ...]
     carried: tuple[Carried, ...]
@@ -261,12 +264,13 @@ def capture_sample(
             own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
             own = replace(own, as_untraced=whole.as_untraced)
             traced = tracing(sample, leaves, own, outputs)
+            tried_rows = max(1, rows if all_rows is None else all_rows)
+            _refuse_other_rows(traced, tried_rows, answers)
             _refuse_changed_params(traced)
-            refuse_changed_tensors(model, _changed_constants(traced.gm))
+            refuse_changed_tensors(model, traced.gm)
             name, mode = _qualified_name(model), model.training
             with no_autocast():
                 cleaned = clean(traced, apart=apart)
-                tried_rows = max(1, rows if all_rows is None else all_rows)
                 known = row_wise, options.row_wise_modules, [*told.by_ops, *tried_together]
                 lowered = lower(
                     traced, cleaned, name, mode, max(1, rows), *known,
@@ -315,6 +319,7 @@ def capture_sample(
         row_wise=tuple(lowered.row_wise),
         shown_rows=lowered.shown_rows,
         covered_rows=lowered.covered_rows,
+        row_conditions=traced.row_conditions,
         changed_inputs=_changed_inputs(traced),
         limits=tuple(traced.limits),
         carried=_numbers_alone(traced),
@@ -334,9 +339,23 @@ def _failing_as_capture() -> Iterator[None]:
         raise CaptureError(f"the model cannot be captured: {type(error).__name__}: {error}") from error
 
 
-def _changed_constants(gm: fx.GraphModule) -> list[Tensor]:
-    """Tensors from outside that a raw trace changes in place."""
-    return [getattr(gm, str(root.target)) for root in _changed(gm) if root.op == "get_attr"]
+def _refuse_other_rows(traced: Trace, rows: int, answers: Answering) -> None:
+    """Raises an error where the forward asks about its rows what a batch of so many answers in another way.
+
+    Raises:
+        PartOfBatchError: the whole batch has not been asked.
+        CaptureError: it has been.
+    """
+    other = first_other(traced.row_conditions, rows)
+    if other is None:
+        return
+    if answers.part_of_batch:
+        raise PartOfBatchError(f"{other.where} asks for what only the whole batch tells")
+    raise CaptureError(
+        f"{other.where} goes by the number of rows ({other}), and a batch of {rows} answers otherwise: rows are "
+        "captured as a number of at least two that no other extent has. Leave out the question, or ask it before the "
+        "call, of what is the same on all ranks, and pass the answer as an argument"
+    )
 
 
 def _refuse_changed_params(traced: Trace) -> None:

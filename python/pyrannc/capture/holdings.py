@@ -11,15 +11,22 @@ from collections.abc import Iterator, Mapping, Set
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from .source import PACKAGES, belongs_to_user
 from .torch_internals.tensors import version
 
 _MOST = 300_000
-_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _NO_SLOTS = ("__dict__", "__weakref__")
-_LRU_CACHE = type(functools.lru_cache(lambda: None))
+LRU_CACHE = type(functools.lru_cache(lambda: None))
+_RECORDS = frozenset({"argparse", "collections", "configparser", "types"})
+"""Modules of the standard library whose objects hold what the user has put there, as namespaces do."""
+_WORKERS = (Tensor, nn.Module, ModuleType, FunctionType, Generator, Optimizer, LRScheduler, DataLoader)
+"""What changes by itself, or is looked after elsewhere."""
 
 
 class TooMuchError(Exception):
@@ -50,7 +57,7 @@ class Holdings:
         stack = [root]
         while stack:
             value = stack.pop()
-            if isinstance(value, _SCALARS):
+            if isinstance(value, SCALARS):
                 yield value
                 continue
             # A bound method is a new object each time.
@@ -81,7 +88,7 @@ def _inside(value: Any) -> list[Any]:
         return [value.func, value.args, value.keywords]
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
-    if isinstance(value, _LRU_CACHE):
+    if isinstance(value, LRU_CACHE):
         return [value.__wrapped__]
     if isinstance(value, weakref.ref):
         return [value()]
@@ -90,7 +97,7 @@ def _inside(value: Any) -> list[Any]:
     if type(value).__module__ == "itertools":
         return [repr(value)]
     if isinstance(value, type):
-        return [*value.__bases__, *map(_held, vars(value).values())] if _is_own(_file(value)) else []
+        return [*value.__bases__, *map(_held, vars(value).values())] if is_own(_file(value)) else []
     if isinstance(value, nn.Module) or belongs_to_user(_file(type(value))):
         slots = [name for kind in type(value).__mro__ for name, _ in slots_of(kind)]
         own = [getattr(value, name) for name in slots if hasattr(value, name)]
@@ -168,21 +175,38 @@ def _file(kind: type) -> str:
 
 def is_users_own(kind: type) -> bool:
     """True for a class from the user's own source files."""
-    return _is_own(_file(kind))
+    return is_own(_file(kind))
 
 
-def _is_own(file: str | None) -> bool:
+def is_record(value: Any) -> bool:
+    """True for objects such as a configuration, whose attributes are what somebody has put there.
+
+    Objects of torch are none, nor those of the standard library that do something, such as loggers.
+    """
+    kind = type(value)
+    if isinstance(value, (type, *_WORKERS)) or not (
+        isinstance(getattr(value, "__dict__", None), dict) or Slots.of(value)
+    ):
+        return False
+    if is_users_own(kind):
+        return True
+    package = str(kind.__module__).partition(".")[0]
+    is_others = package in ("torch", __name__.partition(".")[0]) or package in sys.stdlib_module_names - _RECORDS
+    return not (callable(value) or is_others)
+
+
+def is_own(file: str | None) -> bool:
     """True for the user's own source files, not those of packages: these name each other without end."""
     return file is not None and belongs_to_user(file) and PACKAGES not in file
 
 
 def _of_function(function: FunctionType) -> list[Any]:
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    if not _is_own(function.__code__.co_filename):
+    cells = cells_of(function)
+    if not is_own(function.__code__.co_filename):
         return cells
     names = set(_names(function.__code__))
     found = [value for name, value in function.__globals__.items() if name in names]
-    modules = [item for item in found if isinstance(item, ModuleType) and _is_own(getattr(item, "__file__", None))]
+    modules = [item for item in found if isinstance(item, ModuleType) and is_own(getattr(item, "__file__", None))]
     # Of modules, what the function names.
     found += [value for module in modules for name, value in vars(module).items() if name in names]
     rest = [function.__defaults__, function.__kwdefaults__, function.__dict__]
@@ -194,6 +218,11 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def cells_of(function: FunctionType) -> list[Any]:
+    """What a function has from the function that it is made in."""
+    return [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
 
 
 def _is_filled(cell: Any) -> bool:

@@ -136,6 +136,8 @@ def _held(of: Trace | Session) -> list[Hashable]:
 
 def _why_fixed(traced: Trace, known: Collection[sympy.Symbol | None]) -> str:
     """Why a trace stands for its own lengths only; empty if it stands for others."""
+    if traced.row_conditions:
+        return f"{traced.row_conditions[0].where} goes by the number of rows"
     if traced.needs_length is not None:
         return f"{traced.needs_length} needs them as plain numbers"
     asked = next((item.where for item in traced.assumptions if item.question is not None), None)

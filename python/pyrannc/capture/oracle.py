@@ -26,16 +26,19 @@ from .dims import symbols_in
 from .facts import memory
 from .operands import written_memory
 from .questions import question
+from .row_conditions import RowCondition
 from .source import Place, SourceTracker
 from .torch_internals.fakes import FakeTensor, known_data, unset_fake_temporarily
 from .torch_internals.operators import OpOverload, schema
-from .torch_internals.symbols import SYMBOLIC, ShapeQuestions, expression, hint
+from .torch_internals.symbols import SYMBOLIC, ShapeQuestions, asking, expression, hint, is_a_branch
 from .torch_internals.tensors import DisableTorchFunction, pytree
 from .torch_internals.tracing import disable_proxy_modes_tracing, not_compiling
 from .untraceable import UntraceableError
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
 _REDRAWS = 16
+_BY_KERNEL = ("aten.conv", "aten._conv")
+"""Operators that ask of their rows only which kernel would be the fastest."""
 
 
 class NoDataError(LookupError):
@@ -515,6 +518,11 @@ def _usual_answer(node: fx.Node) -> int:
     return int(bool(sources) and "all" in str(sources[0].target))
 
 
+def _shapes(operator: str, asked: sympy.Basic) -> bool:
+    """True where results depend on the answer, as those of a slice do; extents may be equal by chance."""
+    return not operator.startswith(_BY_KERNEL) and not isinstance(asked, (sympy.Eq, sympy.Ne))
+
+
 class BatchShapeEnv(ShapeQuestions):
     """Shapes with one batch symbol: questions about data go to the oracle, a fixed batch size is an error."""
 
@@ -525,6 +533,11 @@ class BatchShapeEnv(ShapeQuestions):
     """What stands for other numbers than that of the rows."""
     needs_length: Place | None = None
     """Where one of these first had to be a number."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.row_conditions: dict[sympy.Basic, RowCondition] = {}
+        self._known_guards = 0
 
     def answer(self, expr: sympy.Basic) -> sympy.Basic | None:
         """The oracle's answer, once it is there."""
@@ -546,8 +559,8 @@ class BatchShapeEnv(ShapeQuestions):
         if self.oracle is not None and self.oracle.attached:
             self.oracle.refuse_granted(symbol, size)
 
-    def answered(self, expr: sympy.Basic) -> None:
-        """Notes an answer that fixes a length.
+    def answered(self, expr: sympy.Basic, answer: sympy.Basic) -> None:
+        """Notes an answer that fixes a length, and one about the rows that decides where the forward goes on.
 
         Raises:
             UntraceableError: it fixes the batch size.
@@ -557,6 +570,7 @@ class BatchShapeEnv(ShapeQuestions):
         # A number such as half of the rows, rounded, leaves several values of them.
         is_number = isinstance(expr, sympy.Expr) and self.batch_symbol in expr.free_symbols
         if self.batch_symbol is None or not (is_number or self.is_fixed(self.batch_symbol)):
+            self._note_condition(expr, answer)
             return
         place = self.tracker.here() if self.tracker is not None else Place("")
         cause = (
@@ -569,3 +583,14 @@ class BatchShapeEnv(ShapeQuestions):
             "Python loop over the rows by a tensor operation."
         )
         raise UntraceableError(message, place, cause, needs_rows=True)
+
+    def _note_condition(self, expr: sympy.Basic, answer: sympy.Basic) -> None:
+        rests_on_rows = len(self.guards) > self._known_guards
+        self._known_guards = len(self.guards)
+        if expr.free_symbols != {self.batch_symbol} or expr in self.row_conditions:
+            return
+        operator = asking()
+        if not (_shapes(operator, expr) and rests_on_rows if operator else is_a_branch()):
+            return
+        place = self.tracker.here() if self.tracker is not None else Place("")
+        self.row_conditions[expr] = RowCondition(expr, bool(answer), place)

@@ -41,6 +41,7 @@ from .limits import Limit, take_limits
 from .new_tree import Left, NewTree, Tree
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .outputs import only_asked
+from .row_conditions import RowCondition
 from .sample import Sample
 from .scripted import opaque_script_functions, scripted_modules
 from .sequences import ADVICE, runs_along_rows
@@ -99,6 +100,7 @@ class Trace:
 
     Attributes:
         conditions: on all symbols, which the answers rest on.
+        row_conditions: on the rows alone, which decide where the forward goes on.
         output: the structure of the result, and of what the call puts into its arguments.
         puts: where it puts that.
         needs_length: where an extent that is a symbol besides the rows had to be a number.
@@ -119,6 +121,7 @@ class Trace:
     updated_buffers: list[int]
     reader: AffineReader
     conditions: list[sympy.Basic]
+    row_conditions: tuple[RowCondition, ...]
     needs_length: Place | None
     assumptions: list[Assumption]
     python_state: PythonState
@@ -267,6 +270,7 @@ class Session:
             updated_buffers=call.updated_buffers,
             reader=AffineReader(self.symbol),
             conditions=self.shape_env.conditions,
+            row_conditions=tuple(self.shape_env.row_conditions.values()),
             needs_length=self.shape_env.needs_length or self.oracle.needs_length,
             assumptions=self.oracle.assumptions,
             python_state=self.attributes.state(self.grad_mode.enabled if self.grad_mode.asked else None),

@@ -333,6 +333,22 @@ def running_tensor(job: Job) -> None:
     _remembering(job, keep)
 
 
+@refused("CaptureError", 'in the attribute "last"', instead=BUFFER)
+def running_tensor_in_a_dict(job: Job) -> None:
+    """The same in place, with a tensor in a dict: `self.state["mean"].mul_(0.9).add_(...)`."""
+
+    class Net(_Remembers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last["mean"] = torch.zeros(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y - self.last["mean"].mul_(0.9).add_(y.detach().mean(0))
+
+    learn_around(job, Returns(Net(), F.mse_loss), lambda model: None)
+
+
 class _Counting(Chain):
     def __init__(self) -> None:
         super().__init__()

@@ -23,19 +23,49 @@ def uneven_and_empty_batches(job: Job) -> None:
     fit(job, Returns(Chain(), F.mse_loss), pairs)
 
 
-@equal()
-def rows_change(job: Job) -> None:
-    """The number of rows changes from step to step."""
-    net = Returns(Chain(), F.mse_loss)
+def _train_on(job: Job, net: nn.Module, sizes: tuple[int, ...]) -> None:
+    """A step with each of these numbers of rows."""
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
-    for rows in (8, 16, 8, 24):
+    for step, rows in enumerate(sizes):
         optimizer.zero_grad()
-        loss = model(*job.batch(pairs, rows=rows))
+        loss = model(*job.batch(pairs, step, rows))
         job.same("loss", loss)
         loss.backward()
         optimizer.step()
     job.state(model)
+
+
+@equal()
+def rows_change(job: Job) -> None:
+    """The number of rows changes from step to step."""
+    _train_on(job, Returns(Chain(), F.mse_loss), (8, 16, 8, 24))
+
+
+@equal()
+def branch_by_the_number_of_rows(job: Job) -> None:
+    """The forward goes another way for more than twelve rows, or where they are a multiple of three."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            y = super().forward(x if x.shape[0] > 12 else x * 0.5)
+            if len(y) % 3 == 0:
+                y = y + 1.0
+            return F.mse_loss(y, target) * min(x.shape[0], 20) / max(x.shape[0], 7)
+
+    _train_on(job, Net(), (8, 24, 8, 16, 32, 16))
+
+
+@equal()
+def first_rows_count_for_more(job: Job) -> None:
+    """The forward weighs its rows by their places, of which it writes down the first six."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            y = super().forward(x)
+            return F.mse_loss(y[:6], target[:6]) + F.mse_loss(y, target)
+
+    _train_on(job, Net(), (8, 24, 16))
 
 
 @equal()

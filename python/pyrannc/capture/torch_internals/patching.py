@@ -88,18 +88,35 @@ IS_GRAD_ENABLED = PatchPoint(torch, "is_grad_enabled")
 """A trace records gradients also for calls that do not. Public: none."""
 
 
-WORLD_SIZE = tuple(PatchPoint(_module, "get_world_size") for _module in (distributed, distributed_c10d))
-"""A forward is told of the ranks of its process. Public: none."""
+def several_ranks() -> bool:
+    """Whether this process has joined others, so that a forward may see them. Public: ``torch.distributed``."""
+    return distributed.is_initialized() and distributed.get_world_size() > 1
 
-_COLLECTIVES = (
-    "all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all all_to_all_single barrier broadcast "
-    "broadcast_object_list gather gather_object irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter "
-    "scatter_object_list send"
+
+GROUP_SIZE = PatchPoint(distributed.ProcessGroup, "size")
+"""A forward that counts the ranks of its process is told. Public: ``get_world_size``, which modules import by name."""
+
+RANK_NOT_IN_GROUP = PatchPoint(distributed_c10d, "_rank_not_in_group")
+"""What sends to other ranks asks it first. Public: each function that does, which modules import by name."""
+
+_SENDING = (
+    "allgather allgather_coalesced allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall "
+    "alltoall_base barrier broadcast gather monitored_barrier recv recv_anysource reduce reduce_scatter "
+    "reduce_scatter_tensor_coalesced scatter send _allgather_base _reduce_scatter_base"
 )
-COLLECTIVES = tuple(
-    PatchPoint(_module, _name) for _name in _COLLECTIVES.split() for _module in (distributed, distributed_c10d)
-)
-"""A forward may talk with other ranks. Public: none."""
+GROUP_METHODS = tuple(PatchPoint(distributed.ProcessGroup, _name) for _name in _SENDING.split())
+"""What sends to the other ranks of a group. Public: some of them have no underscore, but no documentation."""
+
+
+def other_sends() -> tuple[PatchPoint, ...]:
+    """What functional collectives and batches of messages ask first instead. Public: as above."""
+    from torch.distributed import _functional_collectives
+
+    return (
+        PatchPoint(_functional_collectives, "_resolve_group_name"),
+        PatchPoint(distributed_c10d, "_check_p2p_op_list"),
+    )
+
 
 GRAD_SWITCHES = (
     (PatchPoint(torch.no_grad, "__enter__"), PatchPoint(torch.no_grad, "__exit__"), False),

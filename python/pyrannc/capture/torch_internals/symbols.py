@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -49,7 +51,7 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
         """The answer to a question about data; None leaves torch's error as it is."""
         return None
 
-    def answered(self, expr: sympy.Basic) -> None:
+    def answered(self, expr: sympy.Basic, answer: sympy.Basic) -> None:
         """Sees every guard right after its answer."""
 
     def granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
@@ -89,7 +91,7 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
             if answer is None:
                 raise
             self.pending_fresh_unbacked_symbols.clear()
-        self.answered(sym_node.expr)
+        self.answered(sym_node.expr, answer)
         return answer
 
     def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch's own keeps its answers
@@ -103,6 +105,27 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
             if not any(map(self.is_unbacked_symint, size.free_symbols)):
                 self.granted(symbol, size)
         return holds
+
+
+def asking() -> str:
+    """Who asks what is being answered: an operator, by its name, or "" for the code that calls it. Public: none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return str(frame.f_locals["func"])
+        frame = frame.f_back
+    return ""
+
+
+def is_a_branch() -> bool:
+    """True where what is being answered is taken for true or false by Python code. Public: none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _BOOL:
+        frame = frame.f_back
+    return frame is not None
+
+
+_BOOL = torch.SymBool.__bool__.__code__
 
 
 def forget_new_sizes(mode: fake_tensor.FakeTensorMode) -> None:

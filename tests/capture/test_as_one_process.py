@@ -1,0 +1,202 @@
+"""A forward that counts the ranks or talks with them is refused, under whatever names it has torch's functions."""
+
+from __future__ import annotations
+
+import linecache
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import RankPool
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, all_gather_object, all_reduce, get_world_size, isend
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.nn.functional import all_gather
+
+from pyrannc.capture import CaptureOptions, capture
+from pyrannc.capture.as_one_process import as_one_process
+from pyrannc.capture.source import SourceTracker
+from pyrannc.capture.torch_internals.patching import GROUP_SIZE, RANK_NOT_IN_GROUP
+from pyrannc.errors import CaptureError
+from pyrannc.job.process import ensure_process_group
+
+Ranks = Callable[[int], RankPool]
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def world() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+class SumsOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        all_reduce(total)  # here
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def counts(x: Tensor) -> Tensor:
+    return x * dist.get_world_size()  # here
+
+
+def counts_by_name(x: Tensor) -> Tensor:
+    return x * get_world_size()  # here
+
+
+def counts_a_group(x: Tensor) -> Tensor:
+    return x * world().size()  # here
+
+
+def sums_by_name(x: Tensor) -> Tensor:
+    all_reduce(x)  # here
+    return x
+
+
+def sums_without_gradients(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        all_reduce(total := x.sum())  # here
+    return x - total
+
+
+def sums_in_a_group(x: Tensor) -> Tensor:
+    world().allreduce([x]).wait()  # here
+    return x
+
+
+def sums_by_function(x: Tensor) -> Any:
+    return functional.all_reduce(x, "sum", world())  # here
+
+
+def gathers_with_gradients(x: Tensor) -> Tensor:
+    return torch.cat(all_gather(x))  # type: ignore[no-untyped-call]  # here
+
+
+def gathers_objects(x: Tensor) -> Tensor:
+    all_gather_object([None] * dist.get_rank(), x.shape[1])  # here
+    return x
+
+
+def sends(x: Tensor) -> Tensor:
+    dist.send(x, 1 - dist.get_rank())  # here
+    return x
+
+
+def sends_in_batches(x: Tensor) -> Tensor:
+    message = dist.P2POp(isend, x, 1 - dist.get_rank())
+    for work in dist.batch_isend_irecv([message]):  # here
+        work.wait()
+    return x
+
+
+COUNTING = {counts: "", counts_by_name: "", counts_a_group: ""}
+TALKING = {
+    sums_by_name: "torch.distributed.all_reduce",
+    sums_without_gradients: "torch.distributed.all_reduce",
+    sums_in_a_group: "ProcessGroup.allreduce",
+    sums_by_function: "torch.distributed._functional_collectives.all_reduce",
+    gathers_with_gradients: "torch.distributed.nn.functional.all_gather",
+    gathers_objects: "torch.distributed.all_gather_object",
+    sends: "torch.distributed.send",
+    sends_in_batches: "torch.distributed.batch_isend_irecv",
+    SumsOverRanks.apply: "torch.distributed.all_reduce",
+}
+FUNCTIONS = [*COUNTING, *TALKING]
+
+
+def refusal(function: Callable[[Tensor], Any], *, whole: bool = False) -> str:
+    """The message; empty where the forward is captured."""
+    ensure_process_group()
+    model, options = nn.Sequential(nn.Linear(3, 3), Calls(function)), CaptureOptions(("1",) if whole else ())
+    try:
+        capture(model, (torch.randn(4, 3),), {}, device=torch.device("cpu"), rows=4, options=options)
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+def refusal_of(number: int, whole: bool) -> str:
+    return refusal(FUNCTIONS[number], whole=whole)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["captured", "whole"])
+@pytest.mark.parametrize("number", range(len(FUNCTIONS)), ids=[function.__name__ for function in FUNCTIONS])
+def test_what_sees_other_ranks_is_refused(ranks: Ranks, number: int, whole: bool) -> None:
+    function = FUNCTIONS[number]
+    for message in ranks(2).run(refusal_of, number, whole, timeout_s=30):
+        told = "asks torch.distributed for the number of ranks, 2." if function in COUNTING else TALKING[function]
+        assert message.startswith("sub-module '1' (")
+        assert told in message
+        line = int(message.split(f"{__file__}:")[1].split(")")[0])
+        assert "# here" in linecache.getline(__file__, line)
+
+
+def test_one_rank_counts_itself_and_talks_with_nobody_else(ranks: Ranks) -> None:
+    assert ranks(1).run(patched) == [False]
+    for number in range(len(COUNTING)):
+        assert ranks(1).run(refusal_of, number, False) == [""]
+
+
+def patched() -> bool:
+    """Whether a trace of a call replaces anything."""
+    ensure_process_group()
+    before = GROUP_SIZE.original, RANK_NOT_IN_GROUP.original
+    with as_one_process(SourceTracker(nn.Identity())):
+        return before != (GROUP_SIZE.original, RANK_NOT_IN_GROUP.original)
+
+
+def asks_for_nothing_else(x: Tensor) -> Tensor:
+    assert dist.get_backend() == dist.get_backend(world())
+    assert dist.get_rank(world()) == dist.get_rank()
+    return x + 1
+
+
+def of_silence() -> list[str]:
+    assert patched()
+    return [refusal(asks_for_nothing_else), refusal(torch.nn.functional.relu)]
+
+
+def test_what_asks_for_the_rank_alone_is_captured(ranks: Ranks) -> None:
+    assert ranks(2).run(of_silence) == [["", ""]] * 2
+
+
+def talks_elsewhere() -> list[float]:
+    """What another thread sums over ranks, and torch for itself, while a call is traced."""
+    ensure_process_group()
+    found: list[float] = []
+
+    def talk() -> None:
+        all_reduce(total := torch.ones(()))
+        found.append(total.item() * get_world_size())
+
+    with as_one_process(SourceTracker(nn.Identity())):
+        other = threading.Thread(target=talk)
+        other.start()
+        other.join()
+        found.append(SOURCE_OF_TORCH["count"]())
+    return found
+
+
+SOURCE_OF_TORCH: dict[str, Any] = {"get_world_size": get_world_size}
+exec(compile("def count(): return get_world_size()", nn.__file__, "exec"), SOURCE_OF_TORCH)
+
+
+def test_others_count_and_talk_meanwhile(ranks: Ranks) -> None:
+    assert ranks(2).run(talks_elsewhere) == [[4.0, 2]] * 2
