@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,16 +21,27 @@ def main() -> None:
     for dtype in TYPES:
         for shift in (0, 3):
             grads = made(dtype, shift, CPU)
-            expected = [float(not bool(grad.isfinite().all())) for grad in grads]
+            expected = kinds_of(grads)
             places = [2 * number + 1 for number in range(len(grads))]
             lie = [grad.data_ptr() for grad in grads], [grad.numel() for grad in grads]
-            found = torch.zeros(2 * len(grads) + 1)
+            found = torch.zeros(3, 2 * len(grads) + 1)
             judge(*_Tiles.of(places, lie, dtype.itemsize, CPU).tensors, found, dtype, _TILE)
-            assert found[1::2].tolist() == expected, (dtype, shift, found, expected)
-            assert not found[0::2].any()
-            assert 0 < sum(expected) < len(expected)
+            assert found[:, 1::2].tolist() == expected, (dtype, shift, found, expected)
+            assert not found[:, 0::2].any()
+            assert all(0 < sum(of_kind) < len(grads) for of_kind in expected)
             judged += len(grads)
     print(judged, "gradients")
+
+
+def kinds_of(grads: Sequence[Tensor | None]) -> list[list[float]]:
+    """1 for each gradient that has NaN, infinity, or minus infinity, as torch sees it."""
+    return [
+        [
+            float(grad is not None and bool(is_there(torch.view_as_real(grad) if grad.is_complex() else grad).any()))
+            for grad in grads
+        ]
+        for is_there in (torch.isnan, torch.isposinf, torch.isneginf)
+    ]
 
 
 def made(dtype: torch.dtype, shift: int, device: torch.device) -> list[Tensor]:

@@ -11,17 +11,16 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from pyrannc.store.overflow import Overflow
-from tests.overflow_interpreted import TYPES, made
+from tests.overflow_interpreted import TYPES, kinds_of, made
 
 GPU = torch.device("cuda", 0)
 
 
 def _judged(overflow: Overflow, grads: Sequence[Tensor | None]) -> None:
     """Compares with torch."""
-    expected = [float(grad is not None and not bool(grad.isfinite().all())) for grad in grads]
-    found = overflow._not_finite(grads, torch.zeros(len(grads), device=GPU))
-    assert found.tolist() == expected
-    assert 0 < sum(expected) < len(expected)
+    expected = kinds_of(grads)
+    assert overflow._kinds(grads, GPU).tolist() == expected
+    assert 0 < sum(map(sum, expected)) < len(grads)
 
 
 @pytest.mark.parametrize("shift", [0, 3])
@@ -50,18 +49,18 @@ def test_what_has_gaps_or_lies_elsewhere_is_judged() -> None:
 def test_many_gradients_take_one_launch_and_no_wait() -> None:
     # Scripts that hold gradients have them at two places in turns.
     places = [[torch.ones(50, 3, device=GPU) for _ in range(200)] for _ in range(2)]
-    overflow, like = Overflow(), torch.zeros(200, device=GPU)
-    overflow._not_finite(places[0], like)
+    overflow = Overflow()
+    overflow._kinds(places[0], GPU)
     places[0][7][2, 1] = math.nan
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        overflow._not_finite(places[1], like)
+        overflow._kinds(places[1], GPU)
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-            found = overflow._not_finite(places[0], like)
+            found = overflow._kinds(places[0], GPU)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert found.nonzero().tolist() == [[7]]
+    assert found.nonzero().tolist() == [[0, 7]]
     kernels = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert len([name for name in kernels if "judge" in name]) == 1, kernels
     assert len(kernels) <= 2, kernels

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +18,8 @@ from torch import Generator, Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import pyrannc
+from pyrannc.store.spread_tensor import SpreadTensor
+from pyrannc.store.unsummed import mark_summed, mark_unsummed
 from tests.interpreter import interpreted
 from tests.ranks import RankPool
 
@@ -42,6 +48,22 @@ class Blocks(Layers):
         return super().forward(x).square().mean()
 
 
+class Gained(nn.Module):
+    """Each of three layers has numbers of its own, whose gradients alone overflow where the first input is huge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 9) for _ in range(3)).double()
+        self.gains = nn.ParameterList(torch.zeros(9, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x.new_ones(len(x), 9)
+        for layer, gain, own_input in zip(self.layers, self.gains, x.unbind(1), strict=True):
+            huge = (own_input[:, :1] / 1e300).trunc() * 1e300
+            found = (found + layer(own_input[:, 1:]) + gain * 1e9 * huge).tanh()
+        return found.square().mean()
+
+
 PlanOf: TypeAlias = Callable[[nn.Module], str]
 """A plan file for a module of :class:`Layers`."""
 
@@ -65,7 +87,7 @@ def plan_of(request: pytest.FixtureRequest, tmp_path: Path) -> PlanOf:
 
 Wrap: TypeAlias = Callable[[nn.Module, "Optimizer | None"], nn.Module]
 Batch: TypeAlias = Callable[..., Tensor]
-"""Takes a seed, and the layer whose gradients are to overflow."""
+"""Takes a seed, the layer whose gradients are to overflow, and the number that is to do that."""
 Steps: TypeAlias = "Iterator[tuple[Tensor, Sequence[Optimizer]]]"
 """Losses, each with the optimizers that step after its backward; none where further backwards come first."""
 Script: TypeAlias = "Callable[[Wrap, Batch], Steps]"
@@ -142,6 +164,83 @@ def _cleaned(wrap: Wrap, batch: Batch, *, given: bool) -> Steps:
         yield torch.zeros((), requires_grad=True), [optimizer]
 
 
+Change: TypeAlias = Callable[[Sequence[nn.Parameter]], None]
+"""What a script does to gradients of parameters."""
+
+
+def _changed(wrap: Wrap, batch: Batch, *, change: Change) -> Steps:
+    """The script changes the gradients before the scaler looks, also where those of a layer's numbers are infinite."""
+    net = Gained()
+    optimizers = [SGD([*layer.parameters(), gain], lr=0.01) for layer, gain in zip(net.layers, net.gains, strict=True)]
+    wrapped = wrap(net, None)
+    for step in range(7):
+        yield wrapped(batch(step, step // 2 if step % 2 else None, 1e308)), []
+        change(list(net.parameters()))
+        yield torch.zeros((), requires_grad=True), optimizers
+
+
+def _changed_as_one(wrap: Wrap, batch: Batch, *, change: Change) -> Steps:
+    """As above, and the model is given one optimizer of all."""
+    net = Gained()
+    optimizer = SGD(net.parameters(), lr=0.01)
+    wrapped = wrap(net, optimizer)
+    for step in range(7):
+        yield wrapped(batch(step, step // 2 if step % 2 else None, 1e308)), []
+        change(list(net.parameters()))
+        yield torch.zeros((), requires_grad=True), [optimizer]
+
+
+def _to_each(change: Callable[[Tensor], object], params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        assert param.grad is not None
+        change(param.grad)
+
+
+def _clip(params: Sequence[nn.Parameter]) -> None:
+    nn.utils.clip_grad_value_(params, 3.0)
+
+
+def _clip_data(grad: Tensor) -> None:
+    grad.mul_(torch.tensor(0.5, dtype=grad.dtype)).data.clamp_(-1.0, 1.0)
+
+
+def _fill(grad: Tensor) -> None:
+    grad *= 0.5
+    grad.fill_(0.0)
+
+
+def _replace(grad: Tensor) -> None:
+    grad.nan_to_num_(0.0, 1.0, 1.0)
+
+
+def _copy(grad: Tensor) -> None:
+    grad.copy_(torch.zeros(grad.shape, dtype=grad.dtype))
+
+
+def _clip_other_side(grad: Tensor) -> None:
+    grad.clamp_(min=-1e3).neg_().clamp_(max=1e3).neg_()
+
+
+def _scale(grad: Tensor) -> None:
+    grad.div_(2.0).add_(torch.zeros(grad.shape, dtype=grad.dtype))
+
+
+def _change_copy(grad: Tensor) -> None:
+    copy = grad.clone() if isinstance(grad, SpreadTensor) else grad * 1
+    copy.zero_()
+
+
+def _spoil(grad: Tensor) -> None:
+    """Of what was finite nothing is left."""
+    grad.clamp_(-1.0, 1.0).div_(0.0)
+
+
+MADE_FINITE: list[Change] = [_clip, *(partial(_to_each, each) for each in (_clip_data, _fill, _replace, _copy))]
+LEFT: list[Change] = [partial(_to_each, each) for each in (_clip_other_side, _scale, _change_copy)]
+"""What leaves something infinite."""
+SPOILT: Change = partial(_to_each, _spoil)
+
+
 def _frozen(wrap: Wrap, batch: Batch) -> Steps:
     """A parameter is frozen between its backward and the step."""
     net = Blocks()
@@ -151,6 +250,18 @@ def _frozen(wrap: Wrap, batch: Batch) -> Steps:
         yield wrapped(batch(step, 0 if step == 1 else None)), []
         if step == 1:
             net.layers[0].weight.requires_grad_(False)
+        yield torch.zeros((), requires_grad=True), optimizers
+
+
+def _clipped_by_norm(wrap: Wrap, batch: Batch) -> Steps:
+    """Gradients of one layer are NaN, so the norm of all is, and all become NaN by it."""
+    net = Blocks()
+    optimizers = [SGD(layer.parameters(), lr=0.01) for layer in net.layers]
+    wrapped: Any = wrap(net, None)
+    for step in range(5):
+        yield wrapped(batch(step, step // 2 if step % 2 else None)), []
+        clip = getattr(wrapped, "clip_grad_norm", partial(nn.utils.clip_grad_norm_, net.parameters()))
+        clip(1.0)
         yield torch.zeros((), requires_grad=True), optimizers
 
 
@@ -224,6 +335,7 @@ OVERFLOWING: list[Script] = [
     _of_one_model_of_an_optimizer,
     _of_a_head_alone,
     _frozen,
+    _clipped_by_norm,
     _accumulated,
     _moved_late,
     _of_own_lists,
@@ -246,10 +358,10 @@ def scaled(
         wrapped: nn.Module = nets[-1]
         return wrapped
 
-    def batch(seed: int, spoilt: int | None = None) -> Tensor:
+    def batch(seed: int, spoilt: int | None = None, by: float = math.inf) -> Tensor:
         x = torch.randn(8, 3, 6, generator=Generator().manual_seed(seed), dtype=torch.float64)
         if spoilt is not None:
-            x[5, spoilt, 0] = float("inf")
+            x[5, spoilt, 0] = by
         return x[local_slice((4, 4))] if module else x
 
     for loss, optimizers in steps(wrap, batch):
@@ -266,11 +378,13 @@ def scaled(
     return scales, [param for net in nets for param in net.state_dict().values()]
 
 
-def judged(ranks: Callable[[int], RankPool], plan_of: PlanOf, steps: Script, **scaler: Any) -> list[float]:
+def judged(
+    ranks: Callable[[int], RankPool], plan_of: PlanOf, steps: Script, module: nn.Module | None = None, **scaler: Any
+) -> list[float]:
     """The scales, where scales and parameters are those of one process."""
-    module = Blocks()
+    module = Blocks() if module is None else module
     for number in getattr(steps, "keywords", {}).get("frozen", ()):
-        module.layers[number].requires_grad_(False)
+        module.layers[number].requires_grad_(False)  # type: ignore[index, union-attr]  # it has layers
     scales, right = scaled(steps, None, module=False, **scaler)
     found = ranks(2).run(partial(scaled, module=True, **scaler), steps, plan_of(module))
     assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
@@ -298,6 +412,63 @@ def test_layers_that_are_moved_by_hand_are_judged_with_their_optimizer(
 ) -> None:
     """Divided parameters cannot be moved: an optimizer that the model was not given is refused there."""
     judged(ranks, partial(write_plan, folder=tmp_path, sharding=None), _moved)
+
+
+@pytest.mark.parametrize(
+    ("steps", "change"),
+    [(_changed_as_one, MADE_FINITE[0]), *((_changed, change) for change in (*MADE_FINITE, *LEFT, SPOILT))],
+)
+def test_a_scaler_judges_gradients_as_the_script_has_changed_them(
+    ranks: Callable[[int], RankPool], plan_of: PlanOf, steps: Callable[..., Steps], change: Change
+) -> None:
+    scales = judged(ranks, plan_of, partial(steps, change=change), Gained())
+    falls = sum(after < before for before, after in pairwise(scales))
+    assert falls == (0 if change in MADE_FINITE else 3 if change in LEFT else 6)
+
+
+def doubtful(file: str) -> None:
+    """A change by what the gradients are: it may make them finite, or not."""
+    torch.manual_seed(0)
+    net = Gained()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    wrapped = pyrannc.RaNNCModule(net, optimizer, load_deployment=file)
+    scaler = torch.amp.GradScaler("cpu")
+    for by in (0.0, 1e308):
+        x = torch.ones(4, 3, 6, dtype=torch.float64)
+        x[0, :, 0] = by
+        scaler.scale(wrapped(x)).backward()
+        for param in net.parameters():
+            assert param.grad is not None
+            param.grad.masked_fill_(param.grad > 1.0, 1.0)
+        with pytest.raises(pyrannc.RaNNCError, match=r"scaler\.unscale_\(optimizer\)") if by else nullcontext():
+            scaler.step(optimizer)
+        optimizer.zero_grad()
+        scaler.update(1.0)
+
+
+def test_a_change_that_may_have_made_gradients_finite_is_refused(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    ranks(2).run(doubtful, write_plan(Gained(), tmp_path, None))
+
+
+def test_a_gradient_that_is_not_summed_is_like_others_but_for_a_scaler() -> None:
+    param = nn.Parameter(torch.ones(2, 3))
+    plain = param.grad = torch.arange(6.0).reshape(2, 3)
+    mark_unsummed([param])
+    grad = param.grad
+    assert grad.data_ptr() == plain.data_ptr()
+    assert repr(grad) == repr(plain)
+    found = [grad * 1, grad.clone(), copy.deepcopy(grad), pickle.loads(pickle.dumps(grad))]
+    assert all(type(item) is Tensor and torch.equal(item, plain) for item in found)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale((param * 2).sum()).backward()
+    grad.mul_(2.0)
+    assert plain[0, 0] == 4.0
+    with pytest.raises(pyrannc.RaNNCError, match="allreduce_grads"):
+        scaler.unscale_(SGD([param]))
+    mark_summed([param])
+    assert param.grad is plain
 
 
 def unscaled(file: str | None, *, module: bool) -> list[Tensor]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -39,8 +39,7 @@ def full_tensors(model: nn.Module, store: ParamStore, *, rank0_only: bool) -> di
     Raises:
         RaNNCError: the model has parameters that no call has seen; on all ranks.
     """
-    known = {id(tensor) for _, tensor in store.tensors()}
-    agree.together(lambda: _refuse_late(model, known))
+    agree.together(lambda: _refuse_late_params(model, store))
     take = store.on_first if rank0_only else store.full
     found = {id(tensor): take(name, tensor) for name, tensor in store.tensors()}
     # No call has read those that the script has put there since.
@@ -50,17 +49,28 @@ def full_tensors(model: nn.Module, store: ParamStore, *, rank0_only: bool) -> di
 
 
 def _late_buffers(model: nn.Module, store: ParamStore) -> dict[str, Tensor]:
-    known = {id(tensor) for _, tensor in store.tensors()}
+    known = _known(store)
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in known}
 
 
-def _refuse_late(model: nn.Module, known: Set[int]) -> None:
-    late = next((name for name, param in model.named_parameters() if id(param) not in known), None)
-    if late is not None:
-        raise RaNNCError(
-            f'parameter "{late}" was put into the model after its last call, so no rank knows its values yet: call the '
-            "model first"
-        )
+def _refuse_late_params(model: nn.Module, store: ParamStore) -> None:
+    known = _known(store)
+    for name, param in model.named_parameters():
+        if id(param) not in known:
+            refuse_late(name)
+
+
+def _known(store: ParamStore) -> set[int]:
+    """``id`` of all that a call has seen."""
+    return {id(tensor) for _, tensor in store.tensors()}
+
+
+def refuse_late(name: str) -> NoReturn:
+    """Raises of a parameter that no call has seen."""
+    raise RaNNCError(
+        f'parameter "{name}" was put into the model after its last call, so no rank knows its values yet: call the '
+        "model first"
+    )
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyrannc.capture.torch_internals.modules import LoadsItself
-from pyrannc.checkpoint.state import full_state_dict, full_tensors, load_full_state_dict
+from pyrannc.checkpoint.state import full_state_dict, full_tensors, load_full_state_dict, refuse_late
 from pyrannc.errors import RaNNCError
 from pyrannc.face.shown import ShownModel
 from pyrannc.job.faults import announced, collective
@@ -52,7 +52,7 @@ class StateOfModel(LoadsItself, ShownModel):
         param = self._find_param(name)
         if self._deployment is None:
             return param.detach()
-        return self._deployment.store.full(self._first_name(param), param)
+        return self._deployment.store.full(self._first_name(name, param), param)
 
     @announced('get_param_grad("{}")')
     def get_param_grad(self, name: str, amp_master_grad: bool = False) -> Tensor | None:
@@ -67,7 +67,7 @@ class StateOfModel(LoadsItself, ShownModel):
         if self._deployment is None:
             return param.grad
         self._deployment.gradients.reduce_pending()
-        return self._deployment.store.full_grad(self._first_name(param), param)
+        return self._deployment.store.full_grad(self._first_name(name, param), param)
 
     def _find_param(self, name: str) -> nn.Parameter:
         named: dict[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
@@ -75,13 +75,11 @@ class StateOfModel(LoadsItself, ShownModel):
             return named[name]
         raise RaNNCError(f'the model has no parameter "{name}"')
 
-    def _first_name(self, param: nn.Parameter) -> str:
+    def _first_name(self, name: str, param: nn.Parameter) -> str:
         for first, found in self.name_to_param.items():
             if found is param:
                 return first
-        raise RaNNCError(
-            "the parameter was put into the model after its last call, so no rank knows its values yet: call the model"
-        )
+        refuse_late(name)
 
     @announced("state_dict()")
     def state_dict(  # type: ignore[override]  # the contract adds rank0_only

@@ -18,6 +18,7 @@ from pyrannc.job.exchange import sum_over_ranks
 from pyrannc.job.faults import collective
 from pyrannc.store.in_ddp import in_ddp, leads_into_a_model
 from pyrannc.store.optimizer import UserOptimizer
+from pyrannc.store.own_listed import steps_of
 from pyrannc.store.spread_tensor import own_gradients
 from pyrannc.store.store import ParamStore
 from pyrannc.store.unscale import tell_of_overflow
@@ -70,12 +71,16 @@ _watched = WeakIdKeyDictionary()
 _shares = {1.0}
 """Of calls since the last backward, or, without any, of the call before."""
 _is_known = False
+_trained: dict[int, int] = {}
+"""By ids of parameters, how often their optimizer had stepped when first a backward since that call gave them gradients
+without a model."""
 
 
 def note_share(share: float) -> None:
     """Takes note of this rank's rows of a call, which are those of what the script computes beside the model next."""
     global _shares, _is_known
     _shares, _is_known = {share, *(_shares if _is_known else ())}, True
+    _trained.clear()
 
 
 def _take_shares(calls: Sequence[CallOfBackward]) -> set[float]:
@@ -152,6 +157,7 @@ class _Told:
     Attributes:
         present: of each optimizer by number, which of its parameters beside models have gradients.
         several_shares: its calls had different shares.
+        unknown_rows: it comes by no call, and the optimizer has stepped since another one came by none.
         uneven: its share is not that of all ranks.
         behind_in_ddp: layers in DistributedDataParallel have gradients that did not come through a model.
         hooked: a hook has seen one of this rank's gradients.
@@ -159,6 +165,7 @@ class _Told:
 
     present: Mapping[int, tuple[bool, ...]]
     several_shares: bool
+    unknown_rows: bool
     uneven: bool
     behind_in_ddp: bool
     hooked: bool
@@ -178,6 +185,7 @@ def _average_beside(ending: _Ending, shares: Set[float]) -> None:
         _Told(
             present,
             several_shares=len(shares) > 1,
+            unknown_rows=not ending.calls and _train_again(ending.touched),
             uneven=not math.isclose(share * process.get_world_size(), 1.0),
             behind_in_ddp=any(id(param) in by_ddp and not leads_into_a_model(param) for param in own),
             hooked=any(_is_hooked(param) for param in own if id(param) not in by_ddp),
@@ -193,6 +201,16 @@ def _average_beside(ending: _Ending, shares: Set[float]) -> None:
         average([param for key, param in params.items() if key not in by_ddp], share)
 
 
+def _train_again(touched: set[int]) -> bool:
+    """Notes that parameters are trained without a model; True where a step with such gradients has been before."""
+    again = False
+    for own in UserOptimizer.deployed():
+        steps = steps_of(own.optimizer)
+        for param in touched.intersection(map(id, own.everywhere())):
+            again |= _trained.setdefault(param, steps) < steps
+    return again
+
+
 def _is_hooked(param: Tensor) -> bool:
     return any(hook is not _note_touched for hooks in tensor_hooks(param) for hook in (hooks or {}).values())
 
@@ -204,6 +222,13 @@ def _refuse(everyone: Sequence[_Told]) -> None:
             "parameters beside models get gradients in a backward that comes by several calls of models, or by none "
             "after several, in which a rank had different shares of the batch: they belong to one share or the other. "
             "Call backward() for each loss by itself, right after its call, or bring as many rows to each call"
+        )
+    if any(told.unknown_rows for told in everyone) and any(told.uneven for told in everyone):
+        raise RaNNCError(
+            "parameters beside the model, in its optimizer, are trained a second time since ranks brought different "
+            "numbers of rows to a call of a model, and nobody knows how many this loss is of: call a model for the "
+            "rows of each such step, let ranks bring as many rows as each other, or wrap the layers as a model of "
+            "their own"
         )
     if any(told.behind_in_ddp for told in everyone) and any(told.uneven for told in everyone):
         raise RaNNCError(
@@ -224,12 +249,12 @@ def _judge_overflow(store: ParamStore, optimizer: UserOptimizer | None, scale: T
         listed = torch.zeros(len(store.used), device=process.own_device(), dtype=torch.float32)
     else:
         listed = optimizer.listed_of(store.used.values())
-    overflow, listed_somewhere = store.overflow.share(store.used_here, listed)
+    kinds, listed_somewhere = store.overflow.share(store.used_here, listed)
     with DisableTorchFunctionSubclass():
         trained = {id(param): place for place, param in enumerate(store.used.values()) if param.requires_grad}
-    tell_of_overflow(store, overflow, trained)
+    tell_of_overflow(store, kinds, trained)
     if optimizer is not None and not optimizer.meets_others():
-        _spoil_own(optimizer, (overflow & listed_somewhere & (listed == 0)).any(), scale)
+        _spoil_own(optimizer, (kinds.any(0) & listed_somewhere & (listed == 0)).any(), scale)
 
 
 def _spoil_own(optimizer: UserOptimizer, overflow: Tensor, scale: Tensor | None) -> None:

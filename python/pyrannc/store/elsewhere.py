@@ -21,7 +21,7 @@ from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
-from pyrannc.store.unscale import UNSCALE, forget_overflow, is_told, unscale_own
+from pyrannc.store.unscale import UNSCALE, changes_of, forget_overflow, is_told, unscale_own
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Home:
         plain: the class of the tensor there.
         spread: each of these ranks has a part of it.
         param: ``id`` of the parameter or buffer that it is, or was made of.
+        covers: "all" or "some": who changes it changes so many elements of a parameter's gradient; "": none.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Home:
     plain: type[Tensor] = Tensor
     spread: bool = False
     param: int = 0
+    covers: str = ""
 
     def __str__(self) -> str:
         if self.spread:
@@ -229,7 +231,6 @@ _IN_PLACE = named(
     "_foreach_zero_ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_clamp_min_ "
     "_foreach_clamp_max_ _foreach_lerp_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_copy_"
 )
-_MAKE_FINITE = named("zero_ fill_ copy_ nan_to_num_ _foreach_zero_ _foreach_copy_")
 _EACH_BY_ITSELF = named(
     "add sub subtract rsub mul multiply div divide true_divide pow sqrt rsqrt square neg negative abs sign exp log "
     "clamp clamp_min clamp_max clip lerp addcmul addcdiv maximum minimum where masked_fill nan_to_num reciprocal "
@@ -238,6 +239,9 @@ _EACH_BY_ITSELF = named(
     "flatten t transpose permute unsqueeze squeeze expand narrow __getitem__ T.get mT.get data.get "
     "_foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_sqrt"
 )
+_SHOW_ALL = named("data.get view t transpose permute unsqueeze squeeze T.get mT.get")
+_SHOW_ALL_WITHOUT_GAPS = named("reshape flatten")
+_SHOW_SOME = named("narrow __getitem__")
 _LIKE_ANOTHER = frozenset(("view_as", "reshape_as", "expand_as"))
 
 
@@ -268,12 +272,13 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name in _OF_SHAPE:
         return func(first.stand_in(), *args[1:], **kwargs)
     if name == "data.set":
+        note_changed(func, name, args, kwargs)
         return None
     if name in _IN_PLACE and args and all(isinstance(item, Guarded) for item in pytree.tree_leaves(args[0])):
-        note_made_finite(name, args[0])
+        note_changed(func, name, args, kwargs)
         return _changed(first, args[0])
     if name in _EACH_BY_ITSELF and "device" not in kwargs and len(guarded) == len(tensors):
-        return _computed(func, args, kwargs, home)
+        return _computed(func, args, kwargs, replace(home, covers=_covered(name, first)))
     home.refuse_call(name, writes=is_write(name) and len(guarded) == 1)
 
 
@@ -283,11 +288,24 @@ def note_dropped(args: Sequence[Any]) -> None:
         forget_overflow([args[0].home.param])
 
 
-def note_made_finite(name: str, what: Any) -> None:
-    """What is done to gradients may leave nothing in them that is not finite."""
-    if name in _MAKE_FINITE:
-        homes = [item.home for item in pytree.tree_leaves(what) if isinstance(item, Guarded)]
-        forget_overflow(home.param for home in homes if home.is_of_gradient)
+def note_changed(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Takes note of what is done to gradients in place: it may make them finite, or otherwise."""
+    is_list = isinstance(args[0], (list, tuple))
+    for place, target in enumerate(args[0] if is_list else args[:1]):
+        if not isinstance(target, ElsewhereTensor) or not target.home.covers:
+            continue
+        with DisableTorchFunctionSubclass():
+            found = changes_of(target.home.param, target.dtype)
+        for changes in found:
+            if target.home.covers == "all":
+                changes.add(func, name, [at(place, arg) for arg in args[1:]] if is_list else args[1:], kwargs)
+            else:
+                changes.add_to_some(name)
+
+
+def at(place: int, arg: Any) -> Any:
+    """Of an argument of a function that works on lists, what belongs to one target, as lists again."""
+    return [arg[place]] if isinstance(arg, (list, tuple)) else arg
 
 
 def _changed(first: Lacking, what: Any) -> Any:
@@ -296,6 +314,13 @@ def _changed(first: Lacking, what: Any) -> Any:
     if torch.is_grad_enabled() and plain.requires_grad:
         plain.mul_(1)
     return what
+
+
+def _covered(name: str, source: Guarded) -> str:
+    """How many elements of a gradient what a function makes of another tensor shares."""
+    if name in _SHOW_ALL or (name in _SHOW_ALL_WITHOUT_GAPS and source.stand_in().is_contiguous()):
+        return source.home.covers
+    return "some" if name in _SHOW_SOME and source.home.covers else ""
 
 
 def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Home) -> Any:
@@ -319,7 +344,7 @@ def _gradient(param: Any) -> Any:
         if not param.requires_grad and not is_told(home.param):
             return None
     if "_gradient" not in own:
-        own["_gradient"] = _value(param.stand_in(), replace(home, kind=f"the gradient of {home.kind}"))
+        own["_gradient"] = _value(param.stand_in(), replace(home, kind=f"the gradient of {home.kind}", covers="all"))
     return own["_gradient"]
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
+from pyrannc.capture.torch_internals.gradients import at_end_of_backward
+from pyrannc.job import process
 from pyrannc.job.exchange import Group, Work, start_sum, sum_over_ranks
 from pyrannc.log import get_logger
 from pyrannc.store.buckets import Bucket, SharedParam
@@ -24,6 +26,7 @@ from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.leaf import leaf_of
 from pyrannc.store.scale import scale_each
 from pyrannc.store.spread_sums import SpreadSums
+from pyrannc.store.unsummed import mark_summed, mark_unsummed
 from pyrannc.store.working_copies import Key, WorkingCopies
 
 _log = get_logger("ParamStorage")
@@ -307,24 +310,24 @@ class Gradients:
             self._sum_all(current)
         if sum_now:
             self.reduce_pending()
-        elif not self.pending:
-            self._share_out()
-            self.pending = True
+        else:
+            if not self.pending:
+                self._share_out()
+                self.pending = True
+            at_end_of_backward(self._mark_pending)
         given = current.copy() if keep else current
         if summed and not sum_now:
             # The reduction to come sums them once more.
-            for index, bucket in enumerate(self._buckets):
-                if len(bucket.ranks) > 1 and not bucket.is_spread:
-                    given.bucket(index).div_(len(bucket.ranks))
+            for index, bucket in self._summed_whole():
+                given.bucket(index).div_(len(bucket.ranks))
         if scale is not None:
             scale_each(list(given.flats.values()), scale)
         given.settle()
         self.delivery.give(given, active)
 
     def _sum_all(self, current: GradientSet) -> None:
-        for index, bucket in enumerate(self._buckets):
-            if len(bucket.ranks) > 1 and not bucket.is_spread:
-                self._sum_now(current, index)
+        for index, _ in self._summed_whole():
+            self._sum_now(current, index)
 
     def _sum_now(self, current: GradientSet, index: int) -> None:
         sums, message = current.bucket(index), current.message(index)
@@ -339,11 +342,10 @@ class Gradients:
         """
         if not self.pending:
             return
+        mark_summed(shared.param for shared in self._params)
         whole = GradientSet(self._buckets)
         whole.begin()
-        for index, bucket in enumerate(self._buckets):
-            if len(bucket.ranks) == 1 or bucket.is_spread:
-                continue
+        for index, bucket in self._summed_whole():
             present = [(place, s.param.grad) for place, s in enumerate(bucket.params) if s.param.grad is not None]
             grads = [grad for _, grad in present]
             whole.put(index, [place for place, _ in present], grads)
@@ -353,9 +355,18 @@ class Gradients:
 
     def _share_out(self) -> None:
         """Divides what is summed already by the number of ranks, so that the reduction to come restores it."""
-        for bucket in self._buckets:
-            if bucket.is_spread:
-                continue
+        for _, bucket in self._summed_whole():
             for shared in bucket.params:
                 if shared.param.grad is not None:
                     shared.param.grad.div_(len(bucket.ranks))
+
+    def _mark_pending(self) -> None:
+        """At the end of a backward: what no scaler can judge, unless it has been summed since."""
+        if self.pending and process.get_world_size() > 1:
+            mark_unsummed(shared.param for shared in self._params)
+
+    def _summed_whole(self) -> Iterator[tuple[int, Bucket]]:
+        """The buckets that several ranks sum and each of them has all of, with their places."""
+        for index, bucket in enumerate(self._buckets):
+            if len(bucket.ranks) > 1 and not bucket.is_spread:
+                yield index, bucket

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from pyrannc.job.faults import collective
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.own_listed import hide_last
 from pyrannc.store.store import ParamStore
+from pyrannc.store.unscale import refuse_unsummed, watch_pending
 
 _watching: weakref.WeakSet[LaterOptimizers] = weakref.WeakSet()
 
@@ -44,17 +45,14 @@ class LaterOptimizers:
         self._narrowed: list[weakref.ref[UserOptimizer]] = []
         self._see_other = see_other
         self._is_pending = is_pending
+        watch_pending(self)
         _watch_steps()
         _watching.add(self)
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Narrows an optimizer that is about to step, if it has parameters of the model."""
         if self._is_pending() and process.get_world_size() > 1 and self._has_some_of(optimizer):
-            raise RaNNCError(
-                "optimizer.step() was called while ranks have not summed their gradients, after "
-                "pyrannc.delay_grad_allreduce(True): call model.allreduce_grads() on all ranks before the step, or set "
-                "delay_grad_allreduce(False) before the last backward()"
-            )
+            refuse_unsummed("optimizer.step()")
         if optimizer in self._seen:
             return
         lists_own = self._has_some_of(optimizer)
@@ -80,6 +78,10 @@ class LaterOptimizers:
                 f"with gradients (the first of shape {tuple(beside[0].shape)}), which each rank has of its own rows: "
                 "make the optimizer first and give it to RaNNCModule(model, optimizer), or one of its own to those"
             )
+
+    def has_pending(self, params: Set[int]) -> bool:
+        """True while ranks have not summed the gradients of some of these parameters, by ``id``."""
+        return self._is_pending() and not self._params.isdisjoint(params)
 
     def _has_some_of(self, optimizer: Optimizer) -> bool:
         return any(id(param) in self._params for group in optimizer.param_groups for param in group["params"])

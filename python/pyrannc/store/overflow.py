@@ -11,7 +11,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from pyrannc.capture.torch_internals.gradients import largest_of_each
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job.exchange import sum_over_ranks
 from pyrannc.store.spread_tensor import own_piece
@@ -32,7 +31,7 @@ class Overflow:
 
     @torch.no_grad()
     def share(self, params: Sequence[Tensor | None], listed: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds out whose gradients are not finite on some rank. All ranks call it; the host waits for no device.
+        """Finds out whose gradients have what is not finite on some rank. All ranks call it; the host waits for none.
 
         Each parameter is judged by itself: nobody knows yet which optimizer will step it.
 
@@ -41,19 +40,20 @@ class Overflow:
             listed: 1-D float32, on this rank's device: 1 for those that the model's optimizer lists here, else 0.
 
         Returns:
-            Where a gradient is not finite on some rank, and what the optimizer lists on some rank.
+            (3, parameters): where a gradient has NaN, infinity, or minus infinity on some rank; and what the optimizer
+            lists on some rank.
         """
         with DisableTorchFunctionSubclass():
             grads = [None if param is None else param.grad for param in params]
         own = [None if grad is None else own_piece(grad) for grad in grads]
-        both = torch.cat([self._not_finite(own, listed), listed])
+        both = torch.cat([self._kinds(own, listed.device), listed[None]])
         sum_over_ranks(both)
         anywhere = both > 0
-        return anywhere[: len(params)], anywhere[len(params) :]
+        return anywhere[:3], anywhere[3]
 
-    def _not_finite(self, grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """1 where a gradient is not finite, else 0."""
-        found = torch.zeros_like(like)
+    def _kinds(self, grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """(3, gradients) float32: 1 where one has NaN, infinity, or minus infinity, else 0."""
+        found = torch.zeros(3, len(grads), device=device)
         kinds: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
         for place, grad in enumerate(grads):
             if grad is not None and grad.numel():
@@ -61,12 +61,11 @@ class Overflow:
                 places.append(place)
                 present.append(grad)
         for dtype, (places, present) in kinds.items():
-            kernels = _kernels(dtype, like.device)
-            if kernels is not None and _lie_without_gaps(present, like.device):
+            kernels = _kernels(dtype, device)
+            if kernels is not None and _lie_without_gaps(present, device):
                 kernels.judge(*self._tiles_of(dtype, places, present).tensors, found, dtype, _TILE)
             else:
-                largest = torch.stack([norm.to(like.device) for norm in largest_of_each(present)])
-                _put(places, (~largest.isfinite()).float(), found)
+                _put(places, torch.stack([_kinds_of(grad).to(device) for grad in present], 1), found)
         return found
 
     def _tiles_of(self, dtype: torch.dtype, places: list[int], grads: list[Tensor]) -> _Tiles:
@@ -113,6 +112,13 @@ class _Tiles:
         return cls(places, lie, (address, size, place))
 
 
+def _kinds_of(grad: Tensor) -> Tensor:
+    """(3,) float32: 1 where it has NaN, which may hide the others, infinity, or minus infinity, else 0."""
+    real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+    least, most = torch.aminmax(real)
+    return torch.stack([most.isnan(), most == torch.inf, least == -torch.inf]).float()
+
+
 def _lie_without_gaps(grads: Sequence[Tensor], device: torch.device) -> bool:
     """True where each has memory of its own on the device, and is all of it."""
     if set(map(_device_and_layout, grads)) != {(device, torch.strided)} or not all(map(Tensor.data_ptr, grads)):
@@ -129,7 +135,7 @@ def _kernels(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
         from pyrannc.store import overflow_triton
 
         sample = torch.zeros(1, dtype=dtype, device=device)
-        found = torch.zeros(1, dtype=torch.float32, device=device)
+        found = torch.zeros(3, 1, dtype=torch.float32, device=device)
         tiles = _Tiles.of([0], ([sample.data_ptr()], [1]), dtype.itemsize, device)
         overflow_triton.judge(*tiles.tensors, found, dtype, _TILE)
     except Exception:  # a missing compiler shows in many ways, and this is only faster
@@ -138,9 +144,9 @@ def _kernels(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
 
 
 def _put(places: Sequence[int], flags: Tensor, found: Tensor) -> None:
-    """Puts flags at increasing places, by runs of them: an index would have to travel to the device."""
+    """Puts columns at increasing places, by runs of them: an index would have to travel to the device."""
     first = 0
     for end in range(1, len(places) + 1):
         if end == len(places) or places[end] != places[end - 1] + 1:
-            found[places[first] : places[first] + end - first] = flags[first:end]
+            found[:, places[first] : places[first] + end - first] = flags[:, first:end]
             first = end

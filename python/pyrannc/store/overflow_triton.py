@@ -1,4 +1,4 @@
-"""A Triton kernel that tells which of many tensors are not finite."""
+"""A Triton kernel that tells which of many tensors are not finite, and what they have."""
 
 from __future__ import annotations
 
@@ -17,8 +17,18 @@ def _is_finite(values):
     return tl.abs(wide) < float("inf")
 
 
+@triton.jit
+def _is_of_kind(values, KIND: tl.constexpr):
+    wide = values if values.dtype == tl.float64 else values.to(tl.float32)
+    if KIND == 0:
+        return wide != wide
+    return wide == (float("inf") if KIND == 1 else float("-inf"))
+
+
 @triton.jit(do_not_specialize_on_alignment=["addresses", "sizes", "places"])
-def _judge_kernel(addresses, sizes, places, found_ptr, DTYPE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr):
+def _judge_kernel(
+    addresses, sizes, places, found_ptr, count, DTYPE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr
+):
     tl.static_assert(TILE % STEP == 0, "a whole tile is read in whole steps")
     tile = tl.program_id(0)
     address = tl.load(addresses + tile)
@@ -34,18 +44,27 @@ def _judge_kernel(addresses, sizes, places, found_ptr, DTYPE: tl.constexpr, TILE
         for start in range(0, TILE, STEP):
             finite &= _is_finite(tl.load(first + start + lane, mask=start + lane < size, other=0.0))
     if tl.min(finite.to(tl.int32), 0) == 0:
-        tl.store(found_ptr + tl.load(places + tile), 1.0)
+        place = tl.load(places + tile)
+        for kind in tl.static_range(3):
+            is_there = tl.full((STEP,), 0, tl.int1)
+            for start in range(0, TILE, STEP):
+                values = tl.load(first + start + lane, mask=start + lane < size, other=0.0)
+                is_there |= _is_of_kind(values, kind)
+            if tl.max(is_there.to(tl.int32), 0) == 1:
+                tl.store(found_ptr + kind * count + place, 1.0)
 
 
 def judge(addresses: Tensor, sizes: Tensor, places: Tensor, found: Tensor, dtype: torch.dtype, tile: int) -> None:
-    """Writes 1 where a tensor has an element that is not finite.
+    """Writes 1 where a tensor has an element that is NaN, infinity, or minus infinity.
 
     Args:
         addresses: of tiles, of tensors of one type on this device; 1-D int64, as the next two.
         sizes: numbers of elements, from 1 to ``tile``.
         places: in ``found``, of the tensors.
-        found: 1-D float32.
+        found: (3, tensors or more) float32, without gaps.
         dtype: of the tensors.
         tile: elements of a whole tile; a multiple of 4,096.
     """
-    _judge_kernel[(len(addresses),)](addresses, sizes, places, found, _TYPES[dtype], TILE=tile, STEP=_STEP)
+    _judge_kernel[(len(addresses),)](
+        addresses, sizes, places, found, found.shape[1], _TYPES[dtype], TILE=tile, STEP=_STEP
+    )  # fmt: skip

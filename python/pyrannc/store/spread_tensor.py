@@ -7,6 +7,7 @@ whole raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pyrannc.store.elsewhere import (
     ElsewhereTensor,
     Guarded,
     Home,
+    at,
     function_name,
     guard,
     ids_of_params,
@@ -28,8 +30,8 @@ from pyrannc.store.elsewhere import (
     is_write,
     made_elsewhere,
     named,
+    note_changed,
     note_dropped,
-    note_made_finite,
 )
 from pyrannc.store.unscale import UNSCALE, unscale_own
 
@@ -77,7 +79,16 @@ def spread_gradient(param: Tensor, name: str, ranks: tuple[int, ...], piece: Ten
         piece: this rank's.
         start: place of its first element.
     """
-    home = Home("the gradient of parameter", name, ranks, param.device, param.stride(), spread=True, param=id(param))
+    home = Home(
+        "the gradient of parameter",
+        name,
+        ranks,
+        param.device,
+        param.stride(),
+        spread=True,
+        param=id(param),
+        covers="all",
+    )
     return _made(param, home, piece, start)
 
 
@@ -136,28 +147,24 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
         own = [own_piece(grad) for grad in args[0] if not is_absent(grad)]
         return unscale_own(func, [grad for grad in own if grad.numel()], ids_of_params(args[0]), *args[1:])
     if name in _COPIES and (name == "data.get" or not isinstance(first, SpreadParameter)):
+        home = replace(first.home, covers="") if name == "clone" else first.home
         with DisableTorchFunctionSubclass():
-            return _made(first, first.home, func(first.piece, *args[1:], **kwargs), first.start)
+            return _made(first, home, func(first.piece, *args[1:], **kwargs), first.start)
     if name not in _IN_PLACE:
         is_target = not args or args[0] is first
         first.home.refuse_call(name, writes=is_write(name) and is_target and _has_no_other(first, leaves))
-    note_made_finite(name, args[0])
+    note_changed(func, name, args, kwargs)
     if not isinstance(args[0], (list, tuple)):
         _change(func, name, args, kwargs)
     else:
         for place in range(len(args[0])):
-            _change(func, name, [_at(place, arg) for arg in args], kwargs)
+            _change(func, name, [at(place, arg) for arg in args], kwargs)
     return args[0]
 
 
 def _has_no_other(target: Spread, leaves: Sequence[Any]) -> bool:
     """True where a call gets no contents of other ranks' but those of its target."""
     return not any(isinstance(leaf, Guarded) and leaf is not target for leaf in leaves)
-
-
-def _at(place: int, arg: Any) -> Any:
-    """Of an argument of a function that works on lists, what belongs to one target, as lists again."""
-    return [arg[place]] if isinstance(arg, (list, tuple)) else arg
 
 
 def _change(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

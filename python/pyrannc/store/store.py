@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job import agree, phases, process
 from pyrannc.job.exchange import Group, from_first, from_owner, give_to_others, sum_over_ranks, to_first
 from pyrannc.store.buckets import SharedParam, elements
@@ -15,6 +16,7 @@ from pyrannc.store.divided import DividedParams
 from pyrannc.store.elsewhere import bring_here, send_away
 from pyrannc.store.overflow import Overflow
 from pyrannc.store.spread_tensor import is_spread, own_gradient, own_piece
+from pyrannc.store.unscale import changes_of
 
 Held = TypeVar("Held", bound=Tensor)
 
@@ -70,11 +72,14 @@ class ParamStore:
 
     @torch.no_grad()
     def _broadcast_from_first(self) -> None:
+        gives = process.get_rank() == 0
         for _, tensor in self.tensors():
-            on_device = tensor.to(self._device).contiguous()
-            give_to_others(on_device, 0)
-            if process.get_rank() != 0:
-                tensor.copy_(on_device)
+            if gives:
+                give_to_others(tensor.to(self._device).contiguous(), 0)
+            else:
+                received = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                give_to_others(received, 0)
+                tensor.copy_(received)
 
     def move(self, divide: Callable[[], DividedParams] | None) -> None:
         """This rank's tensors go to its device, divided ones in parts: it may have no memory for the whole of them.
@@ -321,6 +326,12 @@ class ParamStore:
         # The script may compute with those that no Stage uses.
         here = [param for name, param in self.params.items() if self.is_local(name) or name not in self.holders]
         nn.utils.clip_grads_with_norm_([_with_own_gradient(param) for param in here], max_norm, total)
+        # It multiplies with this, also what this rank does not have: where the norm is NaN, all becomes NaN.
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        with DisableTorchFunctionSubclass():
+            for param in self.used.values():
+                for changes in changes_of(id(param), param.dtype):
+                    changes.add(Tensor.mul_, "mul_", (factor,), {})
         return total
 
 

@@ -292,6 +292,33 @@ def head_on_features_kept(job: Job) -> None:
     F.mse_loss(head(kept), target).backward()
 
 
+def _train_on_kept(job: Job) -> None:
+    """A call makes features, of which each step takes some."""
+    net, head = Chain(), nn.Linear(WIDTH, WIDTH)
+    optimizer = SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    model = job.wrap(net, optimizer)
+    x, target = job.batch(pairs)
+    with torch.no_grad():
+        features = model(x)
+    for part in range(2):
+        optimizer.zero_grad()
+        F.mse_loss(head(features[part::2]), target[part::2]).backward()
+        job.same("gradients", [param.grad for param in head.parameters()])
+        optimizer.step()
+
+
+@equal(settings=(STAGES,), note="a rank's loss weighs as its rows in the last call of a model")
+def head_on_parts_of_features(job: Job) -> None:
+    """A layer behind the model, in its optimizer, takes several steps on features of one call."""
+    _train_on_kept(job)
+
+
+@refused("RaNNCError", "rows", "each", settings=(Setting((6, 2), 1, 2),), instead="a call of a model for each step")
+def head_on_parts_of_uneven_features(job: Job) -> None:
+    """As above, and ranks have brought different numbers of rows to that call."""
+    _train_on_kept(job)
+
+
 @equal()
 def layers_behind_replaced_by_hand(job: Job) -> None:
     """A parameter behind the model is replaced, in its layer and in the optimizer's list, at the same place."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -220,6 +222,43 @@ def step_before_the_reduction(job: Job) -> None:
     pyrannc.delay_grad_allreduce(True)
     model(*job.batch(pairs)).backward()
     optimizer.step()
+
+
+def _scaled_late(job: Job, *, early: bool) -> None:
+    """Gradients of two batches are summed, and unscaled before or after that; those of the first overflow."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(2):
+        pyrannc.delay_grad_allreduce(True)
+        for part in range(2):
+            x, target = job.batch(pairs, 2 * step + part)
+            scaler.scale(model(x + math.inf if step + part == 0 and job.rank == 0 else x, target)).backward()
+        if early:
+            scaler.unscale_(optimizer)
+        if job.ranks > 1:
+            model.allreduce_grads()  # type: ignore[operator]  # RaNNC's
+        if not early:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        job.same("scale", scaler.get_scale())
+        optimizer.zero_grad()
+    pyrannc.delay_grad_allreduce(False)
+    job.state(model)
+
+
+@equal()
+def reduction_delayed_and_scaled(job: Job) -> None:
+    """Reduction is delayed under `torch.amp.GradScaler`, and `model.allreduce_grads()` comes before `unscale_`."""
+    _scaled_late(job, early=False)
+
+
+@refused("RaNNCError", "unscale_", "allreduce_grads", instead="`model.allreduce_grads()` before it")
+def unscaled_before_the_reduction(job: Job) -> None:
+    """`scaler.unscale_(optimizer)` while gradients are not summed, after `delay_grad_allreduce(True)`."""
+    _scaled_late(job, early=True)
 
 
 @equal()

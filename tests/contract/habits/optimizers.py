@@ -248,6 +248,23 @@ def optimizer_state_before_the_first_call(job: Job) -> None:
     job.state(model)
 
 
+@equal(note="`from_global=True` is known from the optimizer's first step on")
+def state_of_an_optimizer_made_later(job: Job) -> None:
+    """All ranks load the whole state into an optimizer that `RaNNCModule` was not given, before its first step."""
+    saved = _saved(_adam)
+    for called in (False, True):
+        net = _net()
+        model = job.wrap(net)
+        if called:
+            model(*job.batch(pairs))
+        optimizer = _adam(model)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        for step in range(2):
+            learn(job, model, optimizer, step=step)
+        job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
+        job.state(model)
+
+
 @equal()
 def states_of_all_kinds(job: Job) -> None:
     """States with factors, buffers, maxima and counters are saved, loaded, and taken back by `undeploy()`."""
@@ -436,6 +453,12 @@ def _gained(rows: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.zeros(rows, 1), target
 
 
+def _gained_by_one(rows: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
+    x, huge, target = _gained(rows, generator)
+    huge[0] = 1e308
+    return x, huge, target
+
+
 def _scaled(
     job: Job,
     inside: bool,
@@ -486,6 +509,24 @@ def overflow_on_one_rank(job: Job) -> None:
     """`torch.amp.GradScaler`, and gradients of one Stage overflow: no rank steps, and all change the scale."""
     _scaled(job, True, False, _one)
     _scaled(job, False, False, _one)
+
+
+@equal()
+def overflow_clipped_by_value(job: Job) -> None:
+    """Scaled gradients are clipped by value, without `scaler.unscale_` before: infinite ones are finite then."""
+    net = Gained(True)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        x, huge, target = job.batch(_gained_by_one if step == 1 else _gained, step)
+        optimizer.zero_grad()
+        scaler.scale(model(x, huge, target)).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 50.0)
+        scaler.step(optimizer)
+        scaler.update()
+        job.same("scale", scaler.get_scale())
+    job.state(model)
 
 
 @equal()
