@@ -16,7 +16,7 @@ unexport VIRTUAL_ENV
 # Tests start hundreds of processes: each would compile the sources of torch again (4.5 s, otherwise 2.5).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-rust test-python covering test-torch-newest test-wheel wheel lint bench bench-planning ci clean
+.PHONY: help setup demo test test-rust test-python contract covering test-torch-newest test-wheel wheel lint bench bench-planning ci clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ test-rust: ## Run the tests of the Rust crates
 
 test-python: setup ## Run the Python tests (PYTEST_ARGS="-k name" chooses)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) pytest $(PYTEST_ARGS)
+
+contract: setup ## Run all habits under each kind of plan (an hour on two cores), not under one of them
+	CONTRACT=covering OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) pytest $(PYTEST_ARGS) tests/contract
 
 covering: setup ## Run 22 habits under all rows of the covering array of precisions, ZeRO, Stages and losses
 	COVERING=all OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) pytest $(PYTEST_ARGS) tests/covering

@@ -69,9 +69,6 @@ SPREAD = (
 )
 """1, 2 and 3 Replicas, 1, 2 and 4 microbatches, 1 to 3 Stages."""
 
-_HALVES = ((STAGES, MIXED), (REPLICAS, PIPELINE))
-"""Of the covering choice; each has Replicas, Stages, several microbatches and rows that differ."""
-
 _TRIED = os.environ.get("CONTRACT", "")
 _ALL_ROWS = ((8,), (4, 4), (7, 1), (8, 0), (3, 3, 2), (3, 0, 5))
 
@@ -79,13 +76,13 @@ _ALL_ROWS = ((8,), (4, 4), (7, 1), (8, 0), (3, 3, 2), (3, 0, 5))
 def tried(name: str, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
     """The settings that a habit of this name is tried under.
 
-    Where those are the covering choice: a half of it, by name, so that many habits are under each; all of it with
+    Where those are the covering choice: one of it, by name, so that many habits are under each; all of it with
     ``CONTRACT=covering``, the whole product with ``CONTRACT=all``.
     """
     if settings is not COVERING or _TRIED == "covering":
         return settings
     if _TRIED != "all":
-        return _HALVES[crc32(name.encode()) % 2]
+        return (COVERING[crc32(name.encode()) % len(COVERING)],)
     return tuple(
         Setting(rows, stages, microbatches)
         for rows in _ALL_ROWS

@@ -26,6 +26,11 @@ def meter() -> BlockMeter:
     return BlockMeter(CPU)
 
 
+def test_the_first_call_may_be_an_evaluation() -> None:
+    with torch.no_grad():
+        BlockMeter(CPU)
+
+
 def points(meter: BlockMeter, subject: Subject, place: int) -> list[BlockPoint] | None:
     return meter.points(f"block {place}", lambda: block(subject, place), subject.row_counts)
 

@@ -328,8 +328,10 @@ def _empty_forward(device: torch.device) -> Callable[[], object]:
 
 def _empty_backward(device: torch.device) -> Callable[[], object]:
     """A backward through a view, which costs nothing but the call."""
-    leaf = torch.zeros(1, device=device, requires_grad=True)
-    root, seed = leaf.view(1), torch.ones(1, device=device)
+    leaf, seed = torch.zeros(1, device=device, requires_grad=True), torch.ones(1, device=device)
+    # The first call of a model may be an evaluation.
+    with torch.enable_grad():
+        root = leaf.view(1)
 
     def backward() -> None:
         torch.autograd.backward([root], [seed], retain_graph=True)
