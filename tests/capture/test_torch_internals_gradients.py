@@ -42,14 +42,6 @@ def test_copy_each() -> None:
     assert [target.tolist() for target in targets] == [[1, 1], [2, 2, 2]]
 
 
-def test_largest_of_each() -> None:
-    found = gradients.largest_of_each(
-        [torch.tensor([[-3.0, 2.0]]), torch.tensor([float("nan"), 1.0]), torch.ones(3).half()]
-    )
-    assert [float(item) for item in found[::2]] == [3.0, 1.0]
-    assert found[1].isnan()
-
-
 def test_norm_of_each() -> None:
     tensors = [torch.full((300,), 1.001, dtype=torch.bfloat16), torch.tensor([3.0, 4.0]), torch.ones(4).double()]
     found = gradients.norm_of_each([*tensors, torch.tensor([3 + 4j]), torch.empty(0)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
@@ -49,15 +48,9 @@ add_each = torch._foreach_add_
 """Adds tensors to others, in one kernel."""
 
 
-def largest_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The largest magnitude of each tensor, in few kernels. Public: none, but for the norm of all together
-    (``torch.nn.utils.get_total_norm``)."""
-    found: Sequence[Tensor] = torch._foreach_norm(list(tensors), math.inf)
-    return found
-
-
 def norm_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The L2 norm of each tensor, in few kernels, and in float32 if its elements have less. Public: none, as above."""
+    """The L2 norm of each tensor, in few kernels, and in float32 if its elements have less. Public: none, but for
+    that of all together (``torch.nn.utils.get_total_norm``)."""
     found: dict[int, Tensor] = {}
     # Where types differ, there is a kernel for each tensor.
     for dtype in {tensor.dtype for tensor in tensors}:
