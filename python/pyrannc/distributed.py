@@ -46,7 +46,7 @@ def all_gather(ten: Tensor, buf: Tensor) -> None:
             f"{ten.numel() * get_world_size()} such elements, not {buf.numel()} of {buf.dtype}"
         )
     with collective("all_gather(...)"):
-        group = process.ensure_process_group().group
+        group = process.world()
         dist.all_gather_into_tensor(buf.view(-1), ten.contiguous().view(-1), group=group)
 
 

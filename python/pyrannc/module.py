@@ -30,6 +30,8 @@ from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VALUES, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import Captured, CaptureOptions, Sample, flatten
 from pyrannc.capture.autocast import no_autocast
+from pyrannc.capture.captured import other_rows
+from pyrannc.capture.row_conditions import first_other
 from pyrannc.capture.torch_internals.compiler import start_compiling_processes
 from pyrannc.capture.torch_internals.gradients import at_end_of_backward
 from pyrannc.capture.torch_internals.levels import transforms_are_active
@@ -277,7 +279,8 @@ class RaNNCModule(DeployedModel):
         Meanwhile other ranks look whether all tensors have rows that are taken to have them.
         """
         doubt = call.doubt if self._may_cut else None
-        if variant.has_own_trace and not (torch.is_grad_enabled() and variant.trains):
+        captured = variant.whole.captured
+        if variant.has_own_trace and not captured.alone and not (torch.is_grad_enabled() and variant.trains):
             if doubt is not None:
                 self._settle(doubt, call)
             return
@@ -293,6 +296,9 @@ class RaNNCModule(DeployedModel):
                 doubt.settle()
             if isinstance(found, CaptureError):
                 raise found
+            other = first_other(captured.row_conditions, 1) if captured.alone and found.why_not else None
+            if other is not None:
+                raise other_rows(other, 1)
             phases.note(str(found))
         self._compared = self._compared or str(found)
 
@@ -340,6 +346,8 @@ class RaNNCModule(DeployedModel):
         except PeerError:
             raise
         except Exception:
+            # The script may go on, and speak with other ranks in its own way.
+            process.await_connection()
             # All ranks come here, each with an error of its own. Taken to have rows, what has none may be the cause.
             if call.doubt is not None:
                 call.doubt.look_and_settle(call.batch)

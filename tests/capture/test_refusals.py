@@ -114,12 +114,20 @@ def test_batch_size_as_result_is_refused() -> None:
         capture(Outer(batch_size_result), (torch.randn(4, 3),), {}, device=CPU, rows=4)
 
 
-def test_a_branch_that_a_batch_of_one_row_takes_is_refused() -> None:
+def test_a_branch_by_the_number_of_rows_is_noted() -> None:
     alone = Outer(lambda x: x * 2 if x.shape[0] == 1 else x)
-    with pytest.raises(CaptureError, match=r"'inner' \(.*goes by the number of rows \(Eq\(rows, 1\) \(no\)\)"):
-        capture(alone, (torch.ones(1, 3),), {}, device=CPU, rows=1)
-    found = capture(alone, (torch.ones(2, 3),), {}, device=CPU, rows=2)
-    assert [condition.holds(rows) for condition in found.row_conditions for rows in (1, 2, 3)] == [False, True, True]
+    for rows in (1, 2):
+        found = capture(alone, (torch.ones(rows, 3),), {}, device=CPU, rows=rows)
+        assert found.alone == (rows == 1)
+        assert [item.holds(count) for item in found.row_conditions for count in (1, 2, 3)] == [False, True, True]
+    # A batch is traced with another number of rows than any other extent, which it divides.
+    even = capture(Outer(lambda x: x * 2 if x.shape[0] % 2 == 0 else x), (torch.ones(4, 4),), {}, device=CPU, rows=4)
+    assert [str(item) for item in even.row_conditions] == ["Eq(Mod(rows, 2), 0) (yes)"]
+    chosen = Outer(lambda x: [x, x * 2][int(x.shape[0] > 12)])
+    assert [str(item) for item in capture(chosen, (torch.ones(2, 3),), {}, device=CPU, rows=2).row_conditions]
+    few = Outer(lambda x: x * 2 if x.shape[0] > 4 else x)
+    with pytest.raises(CaptureError, match=r"'inner' \(.*goes by the number of rows \(rows > 4 \(yes\)\)"):
+        capture(few, (torch.ones(3, 3),), {}, device=CPU, rows=3)
 
 
 def test_error_of_the_model_is_chained() -> None:

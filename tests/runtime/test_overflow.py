@@ -426,8 +426,18 @@ def test_a_scaler_judges_gradients_as_the_script_has_changed_them(
     assert falls == (0 if change in MADE_FINITE else 3 if change in LEFT else 6)
 
 
-def doubtful(file: str) -> None:
-    """A change by what the gradients are: it may make them finite, or not."""
+def _fill_large(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.masked_fill_(param.grad > 1.0, 1.0)
+
+
+def _assign_clamped(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad = param.grad.clamp(-1.0, 1.0)
+
+
+def doubtful(file: str, change: Callable[[nn.Parameter], None]) -> None:
+    """A change by what the gradients are, or of another tensor than theirs: it may make them finite, or not."""
     torch.manual_seed(0)
     net = Gained()
     optimizer = SGD(net.parameters(), lr=0.1)
@@ -438,18 +448,42 @@ def doubtful(file: str) -> None:
         x[0, :, 0] = by
         scaler.scale(wrapped(x)).backward()
         for param in net.parameters():
-            assert param.grad is not None
-            param.grad.masked_fill_(param.grad > 1.0, 1.0)
+            change(param)
         with pytest.raises(pyrannc.RaNNCError, match=r"scaler\.unscale_\(optimizer\)") if by else nullcontext():
             scaler.step(optimizer)
         optimizer.zero_grad()
         scaler.update(1.0)
 
 
+@pytest.mark.parametrize("change", [_fill_large, _assign_clamped])
 def test_a_change_that_may_have_made_gradients_finite_is_refused(
+    ranks: Callable[[int], RankPool], tmp_path: Path, change: Callable[[nn.Parameter], None]
+) -> None:
+    ranks(2).run(doubtful, write_plan(Gained(), tmp_path, None), change)
+
+
+def joined(file: str) -> None:
+    """Gradients of a backward before, halved, are added to those of the last one."""
+    net = Gained()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    wrapped = pyrannc.RaNNCModule(net, optimizer, load_deployment=file)
+    scaler = torch.amp.GradScaler("cpu")
+    saved: list[Tensor] = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(wrapped(torch.ones(4, 3, 6, dtype=torch.float64))).backward()
+        for param, before in zip(net.parameters(), saved, strict=False):
+            assert param.grad is not None
+            param.grad.add_(before)
+        saved = [param.grad / 2 for param in net.parameters() if param.grad is not None]
+    with pytest.raises(pyrannc.RaNNCError, match="another backward"):
+        scaler.step(optimizer)
+
+
+def test_gradients_of_two_backwards_are_not_judged_by_the_last(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    ranks(2).run(doubtful, write_plan(Gained(), tmp_path, None))
+    ranks(2).run(joined, write_plan(Gained(), tmp_path, None))
 
 
 def test_a_gradient_that_is_not_summed_is_like_others_but_for_a_scaler() -> None:
@@ -459,8 +493,11 @@ def test_a_gradient_that_is_not_summed_is_like_others_but_for_a_scaler() -> None
     grad = param.grad
     assert grad.data_ptr() == plain.data_ptr()
     assert repr(grad) == repr(plain)
-    found = [grad * 1, grad.clone(), copy.deepcopy(grad), pickle.loads(pickle.dumps(grad))]
-    assert all(type(item) is Tensor and torch.equal(item, plain) for item in found)
+    copies = [copy.deepcopy(grad), pickle.loads(pickle.dumps(grad))]
+    assert all(type(item) is Tensor and torch.equal(item, plain) for item in copies)
+    assert type(grad.sum(1)) is type(grad > 1.0) is Tensor
+    # What takes the place of a gradient is not summed either.
+    assert all(type(item) is type(grad) and torch.equal(item, plain) for item in (grad * 1, grad.clone()))
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     scaler.scale((param * 2).sum()).backward()
     grad.mul_(2.0)

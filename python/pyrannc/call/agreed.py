@@ -176,6 +176,9 @@ class Agreement:
         numbers = agree.gather_numbers((_NEW if own.variant is None else own.variant.number,))
         if len(set(numbers)) > 1:
             raise MismatchError(_different_calls(self._model, own.call.tensors))
+        if own.variant is not None:
+            changed = own.variant.whole.captured.changed_inputs
+            agree.together(lambda: refuse_shared(own.call.tensors, changed))
 
     def _as_answered(self, own: _Own, batch: BatchRows) -> Variant | None:
         """The captured form with the answers that buffers give now, if there is one. All ranks call it.

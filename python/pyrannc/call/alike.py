@@ -20,6 +20,7 @@ from pyrannc.capture import (
     capture_sample,
     trace,
 )
+from pyrannc.capture.row_conditions import RowCondition
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.errors import CaptureError, MismatchError
 from pyrannc.job import agree
@@ -82,6 +83,7 @@ def capture_alike(
         found = agree.together(lambda: attempt(whole, FROM_ARGUMENTS))
     assert found is not None, "the whole batch answers"
     captured, graph = _as_all_have_tried(*found)
+    captured = _as_all_have_asked(captured)
     hashes: list[str] = agree.gather_objects(graph.hash())
     if len(set(hashes)) > 1:
         raise MismatchError(_first_difference(graph, hashes))
@@ -97,6 +99,14 @@ def _as_all_have_tried(captured: Captured, graph: Graph) -> tuple[Captured, Grap
         return captured, graph
     captured = captured.with_row_wise([all(found) for found in zip(*tried, strict=True)])
     return captured, Graph.from_json(captured.graph_json)
+
+
+def _as_all_have_asked(captured: Captured) -> Captured:
+    """It stands for batches that answer alike on all ranks, which may have asked different things."""
+    everyone: list[tuple[RowCondition, ...]] = agree.gather_objects(captured.row_conditions)
+    conditions = {condition.asked: condition for own in everyone for condition in own}
+    alone: list[bool] = agree.gather_objects(captured.alone)
+    return replace(captured, row_conditions=tuple(conditions.values()), alone=any(alone))
 
 
 def _first_difference(graph: Graph, hashes: Sequence[str]) -> str:

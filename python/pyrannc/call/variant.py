@@ -31,7 +31,7 @@ from pyrannc.capture import (
 )
 from pyrannc.capture.attributes import assign
 from pyrannc.capture.lacking import Lacking
-from pyrannc.capture.row_conditions import first_other
+from pyrannc.capture.row_conditions import OtherRowsError, first_other
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.capture.sequences import ADVICE
 from pyrannc.core.graph import GraphFacts, ParamFacts
@@ -164,7 +164,10 @@ class Variant:
 
     def stands_for(self, rows: int) -> bool:
         """True for a batch of so many rows that the model treats as it treated the captured one."""
-        return rows <= self.most_rows and first_other(self.whole.captured.row_conditions, rows) is None
+        captured = self.whole.captured
+        if captured.alone:
+            return rows == 1
+        return rows <= self.most_rows and first_other(captured.row_conditions, rows) is None
 
     def compare_with(self, sample: Sample) -> None:
         """Captures the call once more, on this rank alone.
@@ -181,7 +184,11 @@ class Variant:
         if not self.stands_for(sample.rows):
             # The rows of one rank may be too few, or too many, for what the whole batch does.
             return
-        graph, same = self.captured_again(sample)
+        try:
+            graph, same = self.captured_again(sample)
+        except OtherRowsError:
+            # So may the number that these are traced with.
+            return
         if not same:
             here, now = first_difference(self.whole.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
             raise CaptureError(
@@ -387,7 +394,7 @@ class Variants:
         return self._first
 
     def that_hold(self, key: CallKey) -> Iterator[Variant]:
-        """The captured forms with this key whose guards hold, the latest first; they differ in answers of data."""
+        """The captured forms with this key whose guards hold, the latest first; what data or rows answer differs."""
         return (variant for variant in self._kept.get(key, ()) if variant.guards.hold())
 
     def like(self, key: CallKey) -> list[tuple[CallKey, Variant]]:

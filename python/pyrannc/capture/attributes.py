@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +48,7 @@ _DEPTH = 4
 """How deep in containers and objects tensors are looked for."""
 _MOST_ITEMS = 4096
 """Nor are they in longer ones."""
+_MOST_VALUES = 20_000
 
 _STAND_INS = {torch.SymInt: 3, torch.SymFloat: 0.7, torch.SymBool: True}
 
@@ -142,7 +143,7 @@ class AttributeLog:
     @cached_property
     def _tensors(self) -> list[tuple[str, str, Tensor]]:
         """Tensors of the model that are neither parameters nor buffers: what holds one, its name, and the tensor."""
-        held = [(what, name, tensor) for what, name, value in _holders(self._model) for tensor in _tensors_in(value)]
+        held = [(what, name, tensor) for what, name, found in _tensors_held(self._model) for tensor in found]
         return [item for item in held if not item[2].is_inference()]
 
     def where(self, module: nn.Module, name: str) -> Place | None:
@@ -339,8 +340,8 @@ def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
 def _holder(model: nn.Module, tensor: Tensor) -> tuple[str, ...]:
     """What holds a tensor, and its name, if that can be found."""
     address = _address(tensor)
-    for held, name, value in _holders(model):
-        if any(item is tensor or (address and _address(item) == address) for item in _tensors_in(value)):
+    for held, name, found in _tensors_held(model):
+        if any(item is tensor or (address and _address(item) == address) for item in found):
             return held, name
     return ()
 
@@ -361,17 +362,30 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
             yield f'global variable "{name}" of {own.get("__name__")}', name, value
 
 
-def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """A tensor, and those in containers and in objects of the user's own classes."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and not isinstance(value, (*_PLAIN, nn.Module)):
-        inside = content(value)
-        if not isinstance(inside, (dict, list, tuple, deque)):
-            inside = vars(value) if hasattr(value, "__dict__") and is_users_own(type(value)) else ()
-        if len(inside) <= _MOST_ITEMS:
-            for item in inside.values() if isinstance(inside, dict) else inside:
-                yield from _tensors_in(item, depth - 1)
+def _tensors_held(model: nn.Module) -> Iterator[tuple[str, str, list[Tensor]]]:
+    """What holds tensors, its name, and the tensors: those in containers and in objects of the user's own classes too.
+
+    A script may have its data there: so many values are looked at, each once.
+    """
+    seen: set[int] = set()
+    for held, name, value in _holders(model):
+        found, nearest = list[Tensor](), [value]
+        for _ in range(_DEPTH + 1):
+            new = {id(item): item for item in nearest if id(item) not in seen and not isinstance(item, _PLAIN)}
+            seen.update(new)
+            found += [item for item in new.values() if isinstance(item, Tensor)]
+            others = [item for item in new.values() if not isinstance(item, (Tensor, nn.Module))]
+            nearest = [item for other in others for item in _inside(other)] if len(seen) < _MOST_VALUES else []
+        yield held, name, found
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    inside = content(value)
+    if not isinstance(inside, (dict, list, tuple, deque)):
+        inside = vars(value) if hasattr(value, "__dict__") and is_users_own(type(value)) else ()
+    if len(inside) > _MOST_ITEMS:
+        return ()
+    return [*inside.values()] if isinstance(inside, dict) else inside
 
 
 def _address(tensor: Tensor) -> int | None:

@@ -30,7 +30,7 @@ from .operands import mutated_arguments
 from .ops import aliased_arguments
 from .options import NO_OPTIONS, CaptureOptions
 from .outputs import only_asked
-from .row_conditions import RowCondition, first_other
+from .row_conditions import OtherRowsError, RowCondition, first_other
 from .sample import Sample
 from .source import Place
 from .told import ToldRowWise
@@ -62,6 +62,7 @@ class Captured:
         shown_rows: as many rows trials had memory for, of groups that they show.
         covered_rows: for batches of how many rows trials stand; None where none has shown anything.
         row_conditions: what else batches have in common for which it stands.
+        alone: it is for a batch of one row, which is no number to trace with, and would answer some of these otherwise.
         changed_inputs: which of the input tensors the forward changes in place.
         limits: what the forward sets to parameters in place; the Graph starts from these.
         carried: numbers and the like that the call changes for later ones, which do the same with them.
@@ -95,6 +96,7 @@ class Captured:
     shown_rows: int
     covered_rows: int | None
     row_conditions: tuple[RowCondition, ...]
+    alone: bool
     changed_inputs: frozenset[int]
     limits: tuple[Limit, ...]
     carried: tuple[Carried, ...]
@@ -258,13 +260,13 @@ def capture_sample(
     )
     outputs = options.outputs if model.training else None
     full_masks: set[Place] = set()
+    tried_rows = max(1, rows if all_rows is None else all_rows)
 
     def attempt(leaves: Sequence[str]) -> _Attempt:
         def once() -> _Attempt:
             own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
             own = replace(own, as_untraced=whole.as_untraced)
             traced = tracing(sample, leaves, own, outputs)
-            tried_rows = max(1, rows if all_rows is None else all_rows)
             _refuse_other_rows(traced, tried_rows, answers)
             _refuse_changed_params(traced)
             refuse_changed_tensors(model, traced.gm)
@@ -320,6 +322,7 @@ def capture_sample(
         shown_rows=lowered.shown_rows,
         covered_rows=lowered.covered_rows,
         row_conditions=traced.row_conditions,
+        alone=first_other(traced.row_conditions, tried_rows) is not None,
         changed_inputs=_changed_inputs(traced),
         limits=tuple(traced.limits),
         carried=_numbers_alone(traced),
@@ -344,15 +347,20 @@ def _refuse_other_rows(traced: Trace, rows: int, answers: Answering) -> None:
 
     Raises:
         PartOfBatchError: the whole batch has not been asked.
-        CaptureError: it has been.
+        OtherRowsError: it has been.
     """
     other = first_other(traced.row_conditions, rows)
-    if other is None:
+    if other is None or rows == 1:
         return
     if answers.part_of_batch:
         raise PartOfBatchError(f"{other.where} asks for what only the whole batch tells")
-    raise CaptureError(
-        f"{other.where} goes by the number of rows ({other}), and a batch of {rows} answers otherwise: rows are "
+    raise other_rows(other, rows)
+
+
+def other_rows(asked: RowCondition, rows: int) -> OtherRowsError:
+    """The error for a batch that answers otherwise."""
+    return OtherRowsError(
+        f"{asked.where} goes by the number of rows ({asked}), and a batch of {rows} answers otherwise: rows are "
         "captured as a number of at least two that no other extent has. Leave out the question, or ask it before the "
         "call, of what is the same on all ranks, and pass the answer as an argument"
     )

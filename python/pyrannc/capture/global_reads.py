@@ -22,7 +22,6 @@ GlobalRead: TypeAlias = tuple[Mapping[str, Any], str]
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _WHOLE = ("vars", "asdict", "astuple", "__dict__")
 """Names of what takes all attributes of an object."""
-_MAKES_TEXT = ("BINARY_OP", "BINARY_ADD", "BINARY_MODULO", "FORMAT_", "BUILD_STRING")
 _OF_OWNER = (FunctionType, property, classmethod, staticmethod, functools.cached_property)
 """What reads the object that it is an attribute of."""
 _MAKING = ("__new__", "__init__", "__post_init__")
@@ -320,14 +319,22 @@ def _takes_all_of(instructions: list[dis.Instruction]) -> Iterator[str]:
             given = instructions[place + 1 : next(ends, place)]
             kind, name = _first_of(given)
             # A method that asks this of its own object is given the name where it is called.
-            if not _has_text(given) and (kind, name) != ("LOAD_FAST", "self"):
+            if not _has_name(given) and (kind, name) != ("LOAD_FAST", "self"):
                 yield name if kind == "LOAD_GLOBAL" else ""
 
 
-def _has_text(given: list[dis.Instruction]) -> bool:
-    """True where the name of an attribute stands among what is given."""
-    is_made = any(item.opname.startswith(_MAKES_TEXT) for item in given)
-    return not is_made and any(item.opname == "LOAD_CONST" and isinstance(item.argval, str) for item in given)
+def _has_name(given: list[dis.Instruction]) -> bool:
+    """True where the second of some arguments is the name of an attribute, written there; a third may follow."""
+    rest = [item for item in given if item.opname not in ("PUSH_NULL", "PRECALL")]
+    # Newer versions of Python take two variables at a time.
+    if not rest or isinstance(rest.pop(0).argval, tuple):
+        return False
+    while rest and rest[0].opname in _ATTRIBUTE:
+        rest.pop(0)
+    if not rest or rest[0].opname != "LOAD_CONST" or not isinstance(rest[0].argval, str):
+        return False
+    is_given_as_it_is = all(item.opname not in _ATTRIBUTE for item in rest[1:2])
+    return is_given_as_it_is and all(item.opname.startswith("LOAD_") for item in rest[1:])
 
 
 def _first_of(given: list[dis.Instruction]) -> tuple[str, str]:

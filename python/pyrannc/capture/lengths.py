@@ -101,9 +101,11 @@ class LengthTrace:
         own = self._trace
         if _held(session) != self._held:
             raise FixedLengthError("the model has other parameters or buffers")
-        copy = _Copy(session, own.reader.symbol, self._bound(session))
+        bound = self._bound(session)
+        copy = _Copy(session, own.reader.symbol, bound)
         return replace(
             own,
+            row_conditions=tuple(item.with_lengths(bound) for item in own.row_conditions),
             gm=copy.of(own.gm, [tensor for tensors in fakes for tensor in tensors]),
             params=session.params,
             buffers=session.buffers,
@@ -136,8 +138,6 @@ def _held(of: Trace | Session) -> list[Hashable]:
 
 def _why_fixed(traced: Trace, known: Collection[sympy.Symbol | None]) -> str:
     """Why a trace stands for its own lengths only; empty if it stands for others."""
-    if traced.row_conditions:
-        return f"{traced.row_conditions[0].where} goes by the number of rows"
     if traced.needs_length is not None:
         return f"{traced.needs_length} needs them as plain numbers"
     asked = next((item.where for item in traced.assumptions if item.question is not None), None)

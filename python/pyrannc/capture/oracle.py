@@ -26,7 +26,7 @@ from .dims import symbols_in
 from .facts import memory
 from .operands import written_memory
 from .questions import question
-from .row_conditions import RowCondition
+from .row_conditions import ROWS, RowCondition
 from .source import Place, SourceTracker
 from .torch_internals.fakes import FakeTensor, known_data, unset_fake_temporarily
 from .torch_internals.operators import OpOverload, schema
@@ -587,10 +587,13 @@ class BatchShapeEnv(ShapeQuestions):
     def _note_condition(self, expr: sympy.Basic, answer: sympy.Basic) -> None:
         rests_on_rows = len(self.guards) > self._known_guards
         self._known_guards = len(self.guards)
-        if expr.free_symbols != {self.batch_symbol} or expr in self.row_conditions:
+        if not {self.batch_symbol} <= expr.free_symbols <= {self.batch_symbol, *self.lengths}:
+            return
+        asked = expr.xreplace({self.batch_symbol: ROWS})
+        if asked in self.row_conditions:
             return
         operator = asking()
-        if not (_shapes(operator, expr) and rests_on_rows if operator else is_a_branch()):
-            return
-        place = self.tracker.here() if self.tracker is not None else Place("")
-        self.row_conditions[expr] = RowCondition(expr, bool(answer), place)
+        is_branch = not operator and is_a_branch()
+        if is_branch or (rests_on_rows and _shapes(operator, expr)):
+            place = self.tracker.here() if self.tracker is not None else Place("")
+            self.row_conditions[asked] = RowCondition(asked, bool(answer), place)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import sympy
 
+from pyrannc.errors import CaptureError
+
 from .source import Place
+
+ROWS = sympy.Symbol("rows", integer=True, positive=True)
+"""Stands for their number in what is asked."""
+
+
+class OtherRowsError(CaptureError):
+    """The forward goes by the number of rows, and the batch answers otherwise than what was traced."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +26,7 @@ class RowCondition:
     """A question about the number of rows, and the answer that a captured form goes by.
 
     Attributes:
-        asked: an expression in one symbol, for the rows.
+        asked: an expression in :data:`ROWS`, and in symbols for lengths where these have no number yet.
         answer: what came of it.
         where: it is asked.
     """
@@ -26,14 +37,19 @@ class RowCondition:
 
     def holds(self, rows: int) -> bool:
         """True when a batch of so many rows has the same answer."""
-        return (
-            bool(self.asked.xreplace({symbol: sympy.Integer(rows) for symbol in self.asked.free_symbols}))
-            == self.answer
-        )
+        return _answer(self.asked, rows) == self.answer
+
+    def with_lengths(self, bound: Mapping[Any, Any]) -> RowCondition:
+        """The same with numbers in the place of symbols for lengths."""
+        return replace(self, asked=self.asked.xreplace(bound))
 
     def __str__(self) -> str:
-        names = {symbol: sympy.Symbol("rows") for symbol in self.asked.free_symbols}
-        return f"{self.asked.xreplace(names)} ({'yes' if self.answer else 'no'})"
+        return f"{self.asked} ({'yes' if self.answer else 'no'})"
+
+
+@lru_cache(4096)
+def _answer(asked: sympy.Basic, rows: int) -> bool:
+    return bool(asked.xreplace({ROWS: sympy.Integer(rows)}))
 
 
 def first_other(conditions: Iterable[RowCondition], rows: int) -> RowCondition | None:

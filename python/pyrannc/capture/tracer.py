@@ -19,7 +19,7 @@ from pyrannc.errors import CaptureError, RaNNCError
 
 from .around import whole_call
 from .as_one_process import as_one_process
-from .assumptions import FROM_ARGUMENTS, Answering, Assumption, HeldBuffer, PythonState
+from .assumptions import FROM_ARGUMENTS, Answering, Assumption, HeldBuffer, PartOfBatchError, PythonState
 from .attributes import AttributeLog, Carried
 from .autocast import Autocast, cached_casts
 from .chance import OtherGenerators, other_generators_restored, torch_draws
@@ -168,6 +168,9 @@ def trace(
         return traced
     except Exception as error:
         session.oracle.refuse_part_of_batch()
+        if answers.part_of_batch and session.shape_env.row_conditions:
+            # The whole batch may answer otherwise, and not come there.
+            raise PartOfBatchError("it asks for what only the whole batch tells") from error
         if isinstance(error, UntraceableError):
             error.functions = session.tracker.functions
         if isinstance(error, RaNNCError):
@@ -475,11 +478,11 @@ def _has_data(tensor: Tensor) -> bool:
 def _trace_rows(rows: int, fixed: Collection[int], per_row: Collection[int]) -> int:
     """A batch size to trace with: at least 2, and no fixed extent, so that nothing equals it by chance.
 
-    Nor does what tensors have of so many rows.
+    Nor does what tensors have of so many rows. What divides the batch divides it, too.
     """
-    trace_rows = max(rows, 2)
+    trace_rows = step = max(rows, 2)
     while any(trace_rows * count in fixed for count in per_row if count):
-        trace_rows += 1
+        trace_rows += step
     return trace_rows
 
 

@@ -60,6 +60,7 @@ class _State:
 _state: _State | None = None
 _joins = 0
 _connecting: threading.Thread | None = None
+_MOST_CONNECTING_S = 120.0
 
 
 def ensure_process_group() -> Process:
@@ -135,9 +136,9 @@ def begin_connecting() -> None:
 
 
 def await_connection() -> None:
-    """Wait for what :func:`begin_connecting` has begun."""
+    """Wait for what :func:`begin_connecting` has begun; not for ever, as a rank may be gone."""
     if _connecting is not None:
-        _connecting.join()
+        _connecting.join(_MOST_CONNECTING_S)
 
 
 def get_rank() -> int:

@@ -117,11 +117,13 @@ def _compare(
     lacks = _lacks_memory(model, device)
     if lacks:
         return Comparison(why_not=lacks)
-    able = [count for count in range(min(_FEW, rows), rows + 1) if variant.stands_for(count)]
-    if not able:
+    counts = range(min(_FEW, rows), rows + 1)
+    fewest = next(filter(variant.stands_for, counts), None)
+    most = next(filter(variant.stands_for, reversed(counts)), None)
+    if fewest is None or most is None:
         return Comparison(why_not="the model goes by the number of rows, and those of one rank go another way")
     why = ""
-    for few in dict.fromkeys((able[0], able[-1])):
+    for few in dict.fromkeys((fewest, most)):
         try:
             found = _on_rows(model, variant, tensors, few, device)
         finally:

@@ -120,6 +120,7 @@ class Recording:
             self.run.begin_backward(lambda: current)
             with self._recording(self._backward), self.clock.graph(program.backward, len(program.forward)):
                 self.run.backward(self._grads.tensors, seen.reached, keep_graph=False, reduce=True)
+        self._forms = {value: pieces.like() for value, pieces in self.run.outputs.items()}
         self._changed = [
             tensor
             for tensor, before in zip(context.buffers.values(), versions_before, strict=True)
@@ -164,12 +165,12 @@ class Recording:
     @property
     def output_bytes(self) -> int:
         """Of memory for what a replay gives."""
-        return sum(pieces.like().nbytes for pieces in self.run.outputs.values())
+        return sum(form.nbytes for form in self._forms.values())
 
     def room_for_outputs(self) -> OfBatch:
         """Memory for what a replay gives."""
         device = self.task.context.device
-        return {value: torch.empty_like(pieces.like(), device=device) for value, pieces in self.run.outputs.items()}
+        return {value: torch.empty_like(form, device=device) for value, form in self._forms.items()}
 
     def give(self, room: OfBatch) -> None:
         """Copies the outputs of the last replay to there."""

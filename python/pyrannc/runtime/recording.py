@@ -11,7 +11,7 @@ import atexit
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -144,6 +144,9 @@ class Recordings:
             self._has_watched = False
             torch.cuda.empty_cache()
 
+    def _note_watched(self) -> None:
+        self._has_watched = True
+
     def run(
         self,
         caller: Caller,
@@ -162,8 +165,7 @@ class Recordings:
             is_whole = task.program.call == "whole"
             known.watcher = None if is_whole else weakref.ref(caller)
             room = self.lend_room(caller, task.context) if is_whole else None
-            self._has_watched = True
-            return _Watched(known, task, inputs, inside, marks, room)
+            return _Watched(known, task, inputs, inside, marks, room, self._note_watched)
         place = self._free_room(task.context)
         recording = None if place is None else self._recording(known, task, inputs, inside, place)
         outputs = None if recording is None else self._room_for_outputs(known, recording)
@@ -335,7 +337,11 @@ class Recordings:
 
 
 class _Watched(Run):
-    """The run of a program before it is recorded."""
+    """The run of a program before it is recorded.
+
+    Args:
+        end: is told of its end.
+    """
 
     def __init__(
         self,
@@ -345,9 +351,10 @@ class _Watched(Run):
         inside: Mapping[int, Tensor],
         marks: StepMarks | None,
         room: GradientSet | None,
+        end: Callable[[], None],
     ) -> None:
         super().__init__(task, marks)
-        self._known = known
+        self._known, self._note_end = known, end
         self._waits = False
         self._seen = Seen()
         self._growth = Growth(task.context.device)
@@ -376,6 +383,7 @@ class _Watched(Run):
         known.waited += self._waits
         if known.waited == _MOST_WAITING:
             known.why_not = "an operator waits for the device"
+        self._note_end()
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

@@ -68,7 +68,8 @@ def _rehearse(context: StageContext, program: RankProgram, inputs: OfBatch, weig
     with nullcontext() if context.code.watch is None else context.code.watch.alone():
         executor.run(actions, current, seed, reduce=False)
     weights.totals(seat.outputs).finish()
-    batch.outputs(seat.outputs)
+    for pieces in batch.outputs(seat.outputs).values():
+        pieces.joined()
     if current is not None:
         batch.input_grads(seat.input_grads)
     seat.release()

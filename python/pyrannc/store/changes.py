@@ -20,7 +20,9 @@ _SUMS_AND_PRODUCTS = (
 _LEAVES_INFINITE = frozenset(_SUMS_AND_PRODUCTS.split())
 """What leaves an element that is not finite so, with tensors that are."""
 
-_OF_NUMBERS = "neg_ abs_ clamp_ clamp_min_ clamp_max_ clip_ nan_to_num_ fill_ _foreach_clamp_min_ _foreach_clamp_max_"
+_OF_NUMBERS = (
+    "neg_ abs_ sign_ clamp_ clamp_min_ clamp_max_ clip_ nan_to_num_ fill_ _foreach_clamp_min_ _foreach_clamp_max_"
+)
 _KNOWN = _LEAVES_INFINITE | frozenset(_OF_NUMBERS.split())
 """What becomes of an element depends on numbers alone, and on whether it is NaN, infinite, or another."""
 
@@ -69,11 +71,13 @@ class Changes:
         dtype: of the gradient.
         done: in order.
         doubt: what might have made it finite, and might not have, by name; "" if nothing might.
+        joined: what has put gradients of other backwards into it, by name; "" if nothing has.
     """
 
     dtype: torch.dtype
     done: list[Change]
     doubt: str = ""
+    joined: str = ""
 
     def add(self, function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Takes note of a call.

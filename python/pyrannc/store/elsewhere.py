@@ -259,6 +259,7 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     home = first._home
     if name == UNSCALE:
         own = [grad for grad in args[0] if not isinstance(grad, Guarded)]
+        note_replaced(args[0])
         return unscale_own(func, own, ids_of_params(args[0]), *args[1:])
     if not isinstance(tensors[0], Guarded):
         if name in _LIKE_ANOTHER:
@@ -283,9 +284,29 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def note_dropped(args: Sequence[Any]) -> None:
-    """What a script assigns to a parameter's gradient may be nothing."""
+    """What a script assigns to a parameter's gradient may be nothing, or another than stands for it."""
+    param = args[0]
     if len(args) == 1 or args[1] is None:
-        forget_overflow([args[0].home.param])
+        forget_overflow([param.home.param])
+        return
+    with DisableTorchFunctionSubclass():
+        stays = args[1] is vars(param).get("_gradient", param.grad)
+    if not stays:
+        _note_replaced(param, param.home.param)
+
+
+def note_replaced(grads: Iterable[object]) -> None:
+    """Takes note of what a script has computed of gradients, where it stands in their place."""
+    for grad in grads:
+        if isinstance(grad, ElsewhereTensor) and grad.home.covers != "all":
+            _note_replaced(grad, grad.home.param)
+
+
+def _note_replaced(like: Any, param: int) -> None:
+    with DisableTorchFunctionSubclass():
+        found = changes_of(param, like.dtype)
+    for changes in found:
+        changes.add_to_some("grad = ...")
 
 
 def note_changed(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -297,10 +318,20 @@ def note_changed(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str,
         with DisableTorchFunctionSubclass():
             found = changes_of(target.home.param, target.dtype)
         for changes in found:
+            if any(_is_gradient(leaf) for arg in args[1:] for leaf in pytree.tree_leaves(at(place, arg))):
+                changes.joined = name
             if target.home.covers == "all":
                 changes.add(func, name, [at(place, arg) for arg in args[1:]] if is_list else args[1:], kwargs)
             else:
                 changes.add_to_some(name)
+
+
+def _is_gradient(item: object) -> bool:
+    """True for a gradient, or numbers made of one; not for a mask."""
+    if not isinstance(item, ElsewhereTensor) or not item.home.is_of_gradient:
+        return False
+    with DisableTorchFunctionSubclass():
+        return item.dtype != torch.bool
 
 
 def at(place: int, arg: Any) -> Any:

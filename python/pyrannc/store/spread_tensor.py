@@ -32,6 +32,7 @@ from pyrannc.store.elsewhere import (
     named,
     note_changed,
     note_dropped,
+    note_replaced,
 )
 from pyrannc.store.unscale import UNSCALE, unscale_own
 
@@ -145,6 +146,7 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
     first = next(leaf for leaf in leaves if isinstance(leaf, Spread))
     if name == UNSCALE:
         own = [own_piece(grad) for grad in args[0] if not is_absent(grad)]
+        note_replaced(args[0])
         return unscale_own(func, [grad for grad in own if grad.numel()], ids_of_params(args[0]), *args[1:])
     if name in _COPIES and (name == "data.get" or not isinstance(first, SpreadParameter)):
         home = replace(first.home, covers="") if name == "clone" else first.home

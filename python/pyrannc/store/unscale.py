@@ -39,6 +39,7 @@ class _Told:
     def overflow(self, params: Set[int]) -> list[Tensor]:
         """Flags, of which one is true where gradients of these parameters are not finite now."""
         known = params & self.places.keys()
+        self._refuse_joined(known)
         self._refuse_doubt(known)
         unchanged = {self.places[param] for param in known - self.changes.keys()}
         alike: dict[Any, dict[int, Changes]] = {}
@@ -47,6 +48,15 @@ class _Told:
             alike.setdefault(changes.key, {})[self.places[param]] = changes
         flags = [self.of(unchanged).any()] if unchanged else []
         return flags + [left(self.of(group), next(iter(group.values()))) for group in alike.values()]
+
+    def _refuse_joined(self, params: Set[int]) -> None:
+        joined = {self.changes[param].joined for param in params & self.changes.keys()} - {""}
+        if joined:
+            raise RaNNCError(
+                "gradients of another backward were put into gradients that are divided, or on other ranks "
+                f"({', '.join(sorted(joined))}): whether all of them are finite is known of the last backward only. "
+                "Let loss.backward() add them up, without optimizer.zero_grad() between"
+            )
 
     def _refuse_doubt(self, params: Set[int]) -> None:
         doubts = {self.places[param]: self.changes[param].doubt for param in params & self.changes.keys()}

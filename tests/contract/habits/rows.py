@@ -57,6 +57,36 @@ def branch_by_the_number_of_rows(job: Job) -> None:
 
 
 @equal()
+def branch_by_rows_and_length(job: Job) -> None:
+    """The forward goes another way for more than thirty tokens in all, and the length of rows changes."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.shape[0] * x.shape[1] > 30 else x * 0.5).square().mean()
+
+    model = job.wrap(Net())
+    for step, (rows, length) in enumerate(((8, 2), (8, 3), (8, 2), (8, 5), (24, 3), (8, 3), (16, 2), (24, 2))):
+        (x,) = job.batch(single, step, rows)
+        loss = model(x[:, None].repeat(1, length, 1))
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)
+
+
+@equal()
+def rows_asked_by_one_rank(job: Job) -> None:
+    """One rank alone asks whether there are more than twelve rows, to print something."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            if job.rank == 0 and x.shape[0] > 12:
+                print("many rows")
+            return F.mse_loss(super().forward(x), target)
+
+    _train_on(job, Net(), (8, 24, 8, 16))
+
+
+@equal()
 def first_rows_count_for_more(job: Job) -> None:
     """The forward weighs its rows by their places, of which it writes down the first six."""
 

@@ -112,20 +112,20 @@ def asking() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__torch_dispatch__":
-            return str(frame.f_locals["func"])
+            return str(frame.f_locals.get("func"))
         frame = frame.f_back
     return ""
 
 
 def is_a_branch() -> bool:
-    """True where what is being answered is taken for true or false by Python code. Public: none."""
+    """True where what is being answered is taken for true or false, or 1 or 0, by Python code. Public: none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _BOOL:
+    while frame is not None and frame.f_code not in _TAKEN:
         frame = frame.f_back
     return frame is not None
 
 
-_BOOL = torch.SymBool.__bool__.__code__
+_TAKEN = torch.SymBool.__bool__.__code__, torch.SymBool.__int__.__code__
 
 
 def forget_new_sizes(mode: fake_tensor.FakeTensorMode) -> None:
