@@ -16,11 +16,11 @@ _NAMES: Any = vars(ModuleType)["__dict__"]
 
 
 @contextmanager
-def replaced_for_users(real: Callable[..., Any], substitute: Callable[..., Any], *points: PatchPoint) -> Iterator[None]:
-    """While active, another function stands at ``points`` and wherever modules of the user have the real one."""
+def replaced_for_users(real: Callable[..., Any], substitute: Callable[..., Any], place: PatchPoint) -> Iterator[None]:
+    """While active, another function stands at a place and wherever modules of the user have the real one."""
     with ExitStack() as stack:
         stack.callback(_give_back, substitute, real, frozenset(sys.modules))
-        for point in (*points, *_imported(real)):
+        for point in (place, *_imported(real)):
             stack.enter_context(point.replaced_by(substitute))
         yield
 
