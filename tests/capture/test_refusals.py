@@ -125,6 +125,9 @@ def test_a_branch_by_the_number_of_rows_is_noted() -> None:
     assert [str(item) for item in even.row_conditions] == ["Eq(Mod(rows, 2), 0) (yes)"]
     chosen = Outer(lambda x: [x, x * 2][int(x.shape[0] > 12)])
     assert [str(item) for item in capture(chosen, (torch.ones(2, 3),), {}, device=CPU, rows=2).row_conditions]
+    convolved = Outer(lambda x: torch.conv1d(x[:, None], x.new_ones(1, 1, 3))[:16])
+    found = capture(convolved, (torch.ones(2, 8),), {}, device=CPU, rows=2)
+    assert [str(item) for item in found.row_conditions] == ["rows >= 16 (no)"]
     few = Outer(lambda x: x * 2 if x.shape[0] > 4 else x)
     with pytest.raises(CaptureError, match=r"'inner' \(.*goes by the number of rows \(rows > 4 \(yes\)\)"):
         capture(few, (torch.ones(3, 3),), {}, device=CPU, rows=3)

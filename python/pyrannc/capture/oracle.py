@@ -518,11 +518,6 @@ def _usual_answer(node: fx.Node) -> int:
     return int(bool(sources) and "all" in str(sources[0].target))
 
 
-def _shapes(operator: str, asked: sympy.Basic) -> bool:
-    """True where results depend on the answer, as those of a slice do; extents may be equal by chance."""
-    return not operator.startswith(_BY_KERNEL) and not isinstance(asked, (sympy.Eq, sympy.Ne))
-
-
 class BatchShapeEnv(ShapeQuestions):
     """Shapes with one batch symbol: questions about data go to the oracle, a fixed batch size is an error."""
 
@@ -538,6 +533,7 @@ class BatchShapeEnv(ShapeQuestions):
         super().__init__(*args, **kwargs)
         self.row_conditions: dict[sympy.Basic, RowCondition] = {}
         self._known_guards = 0
+        self._by_kernel: set[sympy.Basic] = set()
 
     def answer(self, expr: sympy.Basic) -> sympy.Basic | None:
         """The oracle's answer, once it is there."""
@@ -593,7 +589,11 @@ class BatchShapeEnv(ShapeQuestions):
         if asked in self.row_conditions:
             return
         operator = asking()
-        is_branch = not operator and is_a_branch()
-        if is_branch or (rests_on_rows and _shapes(operator, expr)):
+        if operator.startswith(_BY_KERNEL):
+            self._by_kernel |= {asked} if rests_on_rows else set()
+            return
+        # Whether extents are equal, which they may be by chance, operators ask to no end that results would show.
+        shapes = (rests_on_rows or asked in self._by_kernel) and not isinstance(expr, (sympy.Eq, sympy.Ne))
+        if shapes or (not operator and is_a_branch()):
             place = self.tracker.here() if self.tracker is not None else Place("")
             self.row_conditions[asked] = RowCondition(asked, bool(answer), place)
