@@ -101,6 +101,8 @@ class Answering:
         assumes: which answers that others than the batch decide are taken; the rest are errors.
         as_untraced: the model is not told that it is traced, but for what data go into.
         full_masks: where masks that choose elements are asked whether they choose all.
+        by_multiples: a number of rows that another extent equals is traced as a multiple of it: what divides it divides
+            that, too, but so may what others have by chance.
     """
 
     part_of_batch: bool = False
@@ -108,6 +110,7 @@ class Answering:
     assumes: Assumes = Assumes.ANYTHING
     as_untraced: bool = False
     full_masks: frozenset[Place] = frozenset()
+    by_multiples: bool = False
 
 
 FROM_ARGUMENTS = Answering()

@@ -267,6 +267,8 @@ def capture_sample(
             own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
             own = replace(own, as_untraced=whole.as_untraced)
             traced = tracing(sample, leaves, own, outputs)
+            if not answers.part_of_batch and first_other(traced.row_conditions, tried_rows) is not None:
+                traced = tracing(sample, leaves, replace(own, by_multiples=True), outputs)
             _refuse_other_rows(traced, tried_rows, answers)
             _refuse_changed_params(traced)
             refuse_changed_tensors(model, traced.gm)

@@ -209,7 +209,7 @@ class Session:
         fixed = [size for tensor in (*self.params.tensors, *self.buffers.tensors) for size in tensor.shape]
         for tensor, count in zip(self.inputs, per_row, strict=True):
             fixed += tensor.shape[1:] if count else tensor.shape
-        self.trace_rows = _trace_rows(rows, fixed, {1, *per_row})
+        self.trace_rows = _trace_rows(rows, fixed, {1, *per_row}, by_multiples=answers.by_multiples)
         self.real_inputs = [
             _with_rows(tensor, rows, self.trace_rows, count) if count else tensor
             for tensor, count in zip(_distinct(self.inputs), per_row, strict=True)
@@ -475,12 +475,13 @@ def _has_data(tensor: Tensor) -> bool:
     return tracer is None or _depends_on_data(tensor, tracer)
 
 
-def _trace_rows(rows: int, fixed: Collection[int], per_row: Collection[int]) -> int:
+def _trace_rows(rows: int, fixed: Collection[int], per_row: Collection[int], *, by_multiples: bool) -> int:
     """A batch size to trace with: at least 2, and no fixed extent, so that nothing equals it by chance.
 
-    Nor does what tensors have of so many rows. What divides the batch divides it, too.
+    Nor does what tensors have of so many rows.
     """
-    trace_rows = step = max(rows, 2)
+    trace_rows = max(rows, 2)
+    step = trace_rows if by_multiples else 1
     while any(trace_rows * count in fixed for count in per_row if count):
         trace_rows += step
     return trace_rows
