@@ -128,8 +128,8 @@ def test_a_branch_by_the_number_of_rows_is_noted() -> None:
     convolved = Outer(lambda x: torch.conv1d(x[:, None], x.new_ones(1, 1, 3))[:16])
     found = capture(convolved, (torch.ones(2, 8),), {}, device=CPU, rows=2)
     assert [str(item) for item in found.row_conditions] == ["rows >= 16 (no)"]
-    few = Outer(lambda x: x * 2 if x.shape[0] > 4 else x)
-    with pytest.raises(CaptureError, match=r"'inner' \(.*goes by the number of rows \(rows > 4 \(yes\)\)"):
+    few = Outer(lambda x: x * 2 if x.shape[0] > 3 else x)
+    with pytest.raises(CaptureError, match=r"'inner' \(.*goes by the number of rows \(rows > 3 \(yes\)\)"):
         capture(few, (torch.ones(3, 3),), {}, device=CPU, rows=3)
 
 
