@@ -103,10 +103,10 @@ def _as_all_have_tried(captured: Captured, graph: Graph) -> tuple[Captured, Grap
 
 def _as_all_have_asked(captured: Captured) -> Captured:
     """It stands for batches that answer alike on all ranks, which may have asked different things."""
-    everyone: list[tuple[RowCondition, ...]] = agree.gather_objects(captured.row_conditions)
-    conditions = {condition.asked: condition for own in everyone for condition in own}
-    alone: list[bool] = agree.gather_objects(captured.alone)
-    return replace(captured, row_conditions=tuple(conditions.values()), alone=any(alone))
+    own = captured.row_conditions, captured.alone
+    everyone: list[tuple[tuple[RowCondition, ...], bool]] = agree.gather_objects(own)
+    conditions = {condition.asked: condition for asked, _ in everyone for condition in asked}
+    return replace(captured, row_conditions=tuple(conditions.values()), alone=any(alone for _, alone in everyone))
 
 
 def _first_difference(graph: Graph, hashes: Sequence[str]) -> str:

@@ -49,6 +49,7 @@ _DEPTH = 4
 _MOST_ITEMS = 4096
 """Nor are they in longer ones."""
 _MOST_VALUES = 20_000
+"""So many values are looked at for them."""
 
 _STAND_INS = {torch.SymInt: 3, torch.SymFloat: 0.7, torch.SymBool: True}
 

@@ -30,7 +30,7 @@ from .operands import mutated_arguments
 from .ops import aliased_arguments
 from .options import NO_OPTIONS, CaptureOptions
 from .outputs import only_asked
-from .row_conditions import OtherRowsError, RowCondition, first_other
+from .row_conditions import RowCondition, first_other, other_rows
 from .sample import Sample
 from .source import Place
 from .told import ToldRowWise
@@ -357,15 +357,6 @@ def _refuse_other_rows(traced: Trace, rows: int, answers: Answering) -> None:
     if answers.part_of_batch:
         raise PartOfBatchError(f"{other.where} asks for what only the whole batch tells")
     raise other_rows(other, rows)
-
-
-def other_rows(asked: RowCondition, rows: int) -> OtherRowsError:
-    """The error for a batch that answers otherwise."""
-    return OtherRowsError(
-        f"{asked.where} goes by the number of rows ({asked}), and a batch of {rows} answers otherwise: rows are "
-        "captured as a number of at least two that no other extent has. Leave out the question, or ask it before the "
-        "call, of what is the same on all ranks, and pass the answer as an argument"
-    )
 
 
 def _refuse_changed_params(traced: Trace) -> None:

@@ -55,3 +55,12 @@ def _answer(asked: sympy.Basic, rows: int) -> bool:
 def first_other(conditions: Iterable[RowCondition], rows: int) -> RowCondition | None:
     """The first of some conditions that a batch of so many rows answers in another way."""
     return next((condition for condition in conditions if not condition.holds(rows)), None)
+
+
+def other_rows(asked: RowCondition, rows: int) -> OtherRowsError:
+    """The error for a batch that answers otherwise."""
+    return OtherRowsError(
+        f"{asked.where} goes by the number of rows ({asked}), and a batch of {rows} answers otherwise: rows are "
+        "captured as a number of at least two that no other extent has. Leave out the question, or ask it before the "
+        "call, of what is the same on all ranks, and pass the answer as an argument"
+    )

@@ -279,12 +279,17 @@ def gradients_of_layers_behind_asked_for(job: Job) -> None:
         optimizer.step()
 
 
+def _with_head(job: Job) -> tuple[nn.Module, nn.Module, Optimizer]:
+    """A model, a layer behind it, and the optimizer of both."""
+    net, head = Chain(), nn.Linear(WIDTH, WIDTH)
+    optimizer = SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    return job.wrap(net, optimizer), head, optimizer
+
+
 @refused("RaNNCError", "shares of the batch", settings=(REPLICAS,), instead="as many rows in each call")
 def head_on_features_kept(job: Job) -> None:
     """A layer behind the model is trained on features of former calls, in the last of which ranks had other rows."""
-    net, head = Chain(), nn.Linear(WIDTH, WIDTH)
-    optimizer = SGD([*net.parameters(), *head.parameters()], lr=0.1)
-    model = job.wrap(net, optimizer)
+    model, head, _ = _with_head(job)
     x, target = job.batch(pairs)
     with torch.no_grad():
         kept = model(x)
@@ -294,9 +299,7 @@ def head_on_features_kept(job: Job) -> None:
 
 def _train_on_kept(job: Job) -> None:
     """A call makes features, of which each step takes some."""
-    net, head = Chain(), nn.Linear(WIDTH, WIDTH)
-    optimizer = SGD([*net.parameters(), *head.parameters()], lr=0.1)
-    model = job.wrap(net, optimizer)
+    model, head, optimizer = _with_head(job)
     x, target = job.batch(pairs)
     with torch.no_grad():
         features = model(x)
