@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -41,7 +42,9 @@ from pyrannc.face.state import refuse_unavailable
 from pyrannc.job import agree, phases, process
 from pyrannc.job.device_memory import keep_below
 from pyrannc.job.faults import collective
+from pyrannc.job.garbage import older_objects_left_alone
 from pyrannc.log import get_logger
+from pyrannc.planning.measured import has_compiled
 from pyrannc.proof import compare_once, prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
@@ -206,6 +209,10 @@ class RaNNCModule(DeployedModel):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, list[Tensor]]:
         """The call's captured form, and the tensors that it gives."""
         self.device = process.ensure_process_group().device
+        with nullcontext() if self._deployment is not None else older_objects_left_alone(self.device):
+            return self._run_agreed(args, kwargs)
+
+    def _run_agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, list[Tensor]]:
         args, kwargs = self._row_lists.packed(args, kwargs, self.device)
         call = self._agreement.agree(args, kwargs, self.device)
         if call is None:
@@ -218,7 +225,7 @@ class RaNNCModule(DeployedModel):
                 refuse_deployed(self.model, self._user_optimizer)
             keep_below(self._config.mem_limit_bytes, self.device)
             process.begin_connecting()
-            if self.device.type == "cuda" and self._config.compiles_on("cuda"):
+            if self.device.type == "cuda" and self._config.compiles_on("cuda") and not has_compiled(self._config):
                 start_compiling_processes()
             variant = self._captured(args, kwargs, call)
             if not self._follow(variant):
@@ -246,7 +253,7 @@ class RaNNCModule(DeployedModel):
         options = StepOptions(
             reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph, leaves=self._leaves(call)
         )
-        note_share(call.batch.own_share)
+        note_share(deployment.store, call.batch.own_share)
         watch_beside()
         before = self._before_backward(deployment, variant, call)
         with no_autocast():

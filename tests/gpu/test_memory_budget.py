@@ -71,7 +71,7 @@ def test_spans_keep_less_where_memory_is_short(ranks: Callable[[int], RankPool],
     memory = free["stages"][0]["predicted"]["memory"]
     limit = sum(memory.values()) - memory["activations_bytes"] // 4
     ((short, apart, less),) = ranks(1).run(_train, env=env | {"RANNC_MEM_LIMIT_GB": str(limit / 2**30)})
-    assert short["memory_budget_percent"] in (80, 30)
+    assert short["memory_budget_percent"] in (80, 30, 0)
     assert {block["recompute"] for stage in short["stages"] for block in stage["blocks"]} == {"none"}
     assert apart < 1e-5
     print(f"{(most - less) / 2**20:.0f} MiB less, gelu {LAYERS * ROWS * WIDTH / 2**16:.0f}")

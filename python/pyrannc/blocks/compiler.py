@@ -19,7 +19,12 @@ from pyrannc.blocks.graphs import NotCompilable
 from pyrannc.blocks.joint import Seen, see, trace
 from pyrannc.blocks.kept import KeptCode
 from pyrannc.blocks.placed import Fitted, PlacedSpan
-from pyrannc.capture.torch_internals.compiler import default_compiler_folder, has_compiler_of_host, memory_budget
+from pyrannc.capture.torch_internals.compiler import (
+    default_compiler_folder,
+    has_compiler_of_host,
+    memory_budget,
+    start_compiling_processes,
+)
 from pyrannc.core.gradient_reach import Senders
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart
@@ -175,6 +180,8 @@ class Compiler:
                     found = self._kept.find(file, function, task.form, task.seen, numbers, randomness)
                     if found is not None:
                         return found
+                    if self._device.type == "cuda":
+                        start_compiling_processes()
                     joint = trace(function.call, task.form, numbers, task.seen, randomness, self._device)
                 made = SpanCode.compile(joint, task.form, function.call, numbers, randomness)
             if made.may_be_recomputed and (made.ends.changed or made.lifted.placed):

@@ -46,6 +46,14 @@ class KeptCode:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder and folder / "spans"
 
+    @property
+    def holds_any(self) -> bool:
+        """True when code of an earlier start is there, of whatever model."""
+        try:
+            return self._folder is not None and any(self._folder.iterdir())
+        except OSError:
+            return False
+
     def file_of(
         self, function: SpanFunction, form: Form, seen: Seen, device: torch.device, conditions: object
     ) -> Path | None:

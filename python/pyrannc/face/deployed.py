@@ -29,7 +29,7 @@ from pyrannc.planning.measured import compiled_folder, conditions_of_code
 from pyrannc.planning.search import Request
 from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.deployment import Deployment
-from pyrannc.store.after_backward import forget_beside
+from pyrannc.store.after_backward import forget_beside, forget_shares
 from pyrannc.store.by_parameter import refuse_across, why_across
 from pyrannc.store.former import Former
 from pyrannc.store.later import LaterOptimizers
@@ -207,6 +207,7 @@ class DeployedModel(StateOfModel):
         if self._later is not None:
             self._later.widen()
         note_taken_back(store)
+        forget_shares(store)
         self._forget_deployment()
 
     def _forget_deployment(self) -> None:

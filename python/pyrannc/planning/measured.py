@@ -10,6 +10,7 @@ import torch
 
 from pyrannc._native import Blocks, Cluster, Profile
 from pyrannc.blocks.compiler import Compiler
+from pyrannc.blocks.kept import KeptCode
 from pyrannc.config import Config
 from pyrannc.core.partition import Parts
 from pyrannc.errors import ProfileError
@@ -67,6 +68,12 @@ def compiled_folder(config: Config) -> Path | None:
     if not config.profile_cache:
         return None
     return (Path(config.profile_cache_dir) if config.profile_cache_dir else default_folder()) / "compiled"
+
+
+def has_compiled(config: Config) -> bool:
+    """True where an earlier start has kept compiled code, of whatever model."""
+    folder = compiled_folder(config)
+    return folder is not None and KeptCode(folder).holds_any
 
 
 def conditions_of_code(device: torch.device, config: Config) -> Callable[[], Conditions]:

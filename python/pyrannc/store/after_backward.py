@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -68,27 +69,38 @@ class _Ending:
 
 _endings: dict[int, _Ending] = {}
 _watched = WeakIdKeyDictionary()
-_shares = {1.0}
-"""Of calls since the last backward, or, without any, of the call before."""
+_shares: WeakKeyDictionary[ParamStore, set[float]] = WeakKeyDictionary()
+"""By models, of calls since the last backward, or, without any, of the calls before."""
 _is_known = False
 _trained: dict[int, int] = {}
 """By ids of parameters, how often their optimizer had stepped when first a backward since that call gave them gradients
 without a model."""
 
 
-def note_share(share: float) -> None:
+def note_share(store: ParamStore, share: float) -> None:
     """Takes note of this rank's rows of a call, which are those of what the script computes beside the model next."""
-    global _shares, _is_known
-    _shares, _is_known = {share, *(_shares if _is_known else ())}, True
+    global _is_known
+    if not _is_known:
+        _shares.clear()
+    _shares.setdefault(store, set()).add(share)
+    _is_known = True
     _trained.clear()
+
+
+def forget_shares(store: ParamStore) -> None:
+    """A model is taken back: what the script computes next is of other rows."""
+    _shares.pop(store, None)
 
 
 def _take_shares(calls: Sequence[CallOfBackward]) -> set[float]:
     """This rank's shares of the batches that a backward with these calls is about."""
-    global _shares, _is_known
-    found = {call.share for call in calls} or _shares
-    _shares, _is_known = found, False
-    return found
+    global _is_known
+    if calls:
+        _shares.clear()
+    for call in calls:
+        _shares.setdefault(call.store, set()).add(call.share)
+    _is_known = False
+    return set[float]().union(*_shares.values()) or {1 / process.get_world_size()}
 
 
 def finish_backward(call: CallOfBackward) -> None:

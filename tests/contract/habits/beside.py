@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
+import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import REPLICAS, STAGES, Setting
@@ -313,6 +314,18 @@ def _train_on_kept(job: Job) -> None:
 @equal(settings=(STAGES,), note="a rank's loss weighs as its rows in the last call of a model")
 def head_on_parts_of_features(job: Job) -> None:
     """A layer behind the model, in its optimizer, takes several steps on features of one call."""
+    _train_on_kept(job)
+
+
+@equal(settings=(STAGES,))
+def head_on_features_after_another_model(job: Job) -> None:
+    """The same after a model that was called with other rows, and taken back by `undeploy()`."""
+    model, _, _ = _with_head(job)
+    x, _ = job.batch(pairs)
+    with torch.no_grad():
+        model(x[: 2 + job.rank])
+    if isinstance(model, pyrannc.RaNNCModule):
+        model.undeploy()
     _train_on_kept(job)
 
 
