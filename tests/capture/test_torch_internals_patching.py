@@ -261,6 +261,39 @@ def test_RANK_NOT_IN_GROUP(alone: Any) -> None:
     assert refused(patching.RANK_NOT_IN_GROUP, lambda: distributed.get_rank(alone))
 
 
+def test_CHECKS_OF_SENT(alone: Any) -> None:
+    single, several = patching.CHECKS_OF_SENT
+    one, many = torch.ones(1), [torch.ones(1)]
+    of_single = [
+        lambda: distributed.P2POp(distributed.isend, one, 0),
+        lambda: distributed.all_gather_into_tensor(one, one),
+        lambda: distributed.all_reduce(one),
+        lambda: distributed.all_to_all_single(one, one),
+        lambda: distributed.broadcast(one, 0),
+        lambda: distributed.gather(one, many, 0),
+        lambda: distributed.irecv(one, 0),
+        lambda: distributed.isend(one, 0),
+        lambda: distributed.recv(one, 0),
+        lambda: distributed.reduce(one, 0),
+        lambda: distributed.reduce_scatter(one, many),
+        lambda: distributed.reduce_scatter_tensor(one, one),
+        lambda: distributed.scatter(one, many, 0),
+        lambda: distributed.send(one, 1),
+    ]
+    of_several = [
+        lambda: distributed.all_gather(many, one),
+        lambda: distributed.all_gather_coalesced([many], many),
+        lambda: distributed.all_reduce_coalesced(many),
+        lambda: distributed.all_to_all(many, many),
+        lambda: distributed.gather(one, many, 0),
+        lambda: distributed.reduce_scatter(one, many),
+        lambda: distributed.scatter(one, many, 0),
+    ]
+    for point, calls in ((single, of_single), (several, of_several)):
+        for call in calls:
+            assert refused(point, call), inspect.getsource(call)
+
+
 def test_GROUP_METHODS(alone: Any) -> None:
     methods = {point.name: point for point in patching.GROUP_METHODS}
     assert refused(methods["allreduce"], lambda: alone.allreduce([torch.ones(1)]))

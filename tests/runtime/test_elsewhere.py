@@ -6,13 +6,13 @@ import copy
 import io
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
@@ -88,6 +88,77 @@ def test_what_reads_contents_is_refused(name: str) -> None:
         READING[name](net, net[0].weight)
 
 
+SENDING: dict[str, Callable[[Any], Any]] = {
+    "P2POp": lambda weight: distributed.P2POp(distributed.isend, weight, 0),
+    "all_gather": lambda weight: distributed.all_gather([REAL], weight),
+    "all_gather_into_tensor": lambda weight: distributed.all_gather_into_tensor(weight, REAL),
+    "all_reduce": lambda weight: distributed.all_reduce(weight),
+    "all_reduce_coalesced": lambda weight: distributed.all_reduce_coalesced([weight]),
+    "all_to_all": lambda weight: distributed.all_to_all([weight], [REAL]),
+    "all_to_all_single": lambda weight: distributed.all_to_all_single(weight, REAL),
+    "broadcast": lambda weight: distributed.broadcast(weight, 0),
+    "gather": lambda weight: distributed.gather(weight, [REAL], 0),
+    "irecv": lambda weight: distributed.irecv(weight, 0),
+    "isend": lambda weight: distributed.isend(weight, 1),
+    "recv": lambda weight: distributed.recv(weight, 0),
+    "reduce": lambda weight: distributed.reduce(weight, 0),
+    "reduce_scatter": lambda weight: distributed.reduce_scatter(weight, [REAL]),
+    "reduce_scatter_tensor": lambda weight: distributed.reduce_scatter_tensor(REAL, weight),
+    "scatter": lambda weight: distributed.scatter(REAL, [weight], 0),
+    "send": lambda weight: distributed.send(weight, 1),
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process in a group of its own."""
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())  # type: ignore[attr-defined]
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", SENDING)
+def test_what_sends_contents_is_refused(name: str, alone: None) -> None:
+    weight = half_model()[0].weight
+    for tensor, told in ((weight, "state_dict"), (weight.data, "state_dict"), (weight.grad, "get_param_grad")):
+        with pytest.raises(RaNNCError, match=rf"dist\.{name}\(\) can neither send .*leave .* out\. model\.{told}"):
+            SENDING[name](tensor)
+
+
+def test_what_is_here_is_sent(alone: None) -> None:
+    half_model()
+    sent = REAL.clone()
+    distributed.broadcast(sent, 0)
+    distributed.all_gather([sent], REAL)
+    assert torch.equal(sent, REAL)
+
+
+def test_a_tensor_drawn_of_a_form_is_plain() -> None:
+    weight = nn.Parameter(torch.ones(4, 3, 2, 5).to(memory_format=torch.channels_last))
+    like = weight.detach().clone()
+    send_away(weight, "parameter", "0.weight", (1,), CPU)
+    calls: list[Callable[[Tensor], Tensor]] = [
+        torch.randn_like,
+        lambda tensor: torch.rand_like(tensor, dtype=torch.float64, device="cpu", requires_grad=True),
+        lambda tensor: torch.randint_like(tensor, 2, 9, dtype=torch.long),
+        lambda tensor: torch.randn_like(tensor, memory_format=torch.contiguous_format),
+        lambda tensor: torch.rand_like(input=tensor),
+    ]
+    for call in calls:
+        torch.manual_seed(1)
+        expected, state = call(like), torch.get_rng_state()
+        torch.manual_seed(1)
+        found = call(weight)
+        assert type(found) is Tensor
+        assert torch.equal(found, expected)
+        assert (found.stride(), found.dtype, found.requires_grad) == (
+            expected.stride(),
+            expected.dtype,
+            expected.requires_grad,
+        )
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 WRITING: dict[str, Callable[[Any], Any]] = {
     "normal_()": lambda weight: weight.data.normal_(),
     "nn.init.orthogonal_()": nn.init.orthogonal_,
@@ -122,6 +193,10 @@ ALLOWED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "given": (lambda net, weight: weight.data.copy_(REAL) is not None, True),
     "vector_to_parameters": (lambda net, weight: nn.utils.vector_to_parameters(torch.ones(26), net.parameters()), None),
     "zeros_like": (lambda net, weight: tuple(torch.zeros_like(weight).mul_(0.9).add_(weight.grad).shape), (4, 3)),
+    "copies of gradients": (lambda net, weight: is_elsewhere(weight.grad.detach().clone().contiguous()), True),
+    "contiguous": (lambda net, weight: weight.contiguous() is weight, True),
+    "put in place": (lambda net, weight: torch.nan_to_num(weight.grad, out=weight.grad) is weight.grad, True),
+    "put out": (lambda net, weight: torch.add(weight.data, 1.0, out=weight.grad) is weight.grad, True),
     "requires_grad_": (lambda net, weight: net.requires_grad_(False)[0].weight.grad, None),
     "hook": (lambda net, weight: weight.register_hook(lambda grad: grad) is not None, True),
     "init": (lambda net, weight: nn.init.zeros_(weight) is weight, True),

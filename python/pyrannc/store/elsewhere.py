@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FrameType
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.torch_internals.patching import CHECKS_OF_SENT, PatchPoint
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
@@ -59,6 +60,21 @@ class Home:
     def refuse(self, asked: str) -> NoReturn:
         """Raises what a script gets that reads contents."""
         raise RaNNCError(f"{self}, so {asked} cannot read it here. {self._instead}")
+
+    def refuse_sending(self, name: str) -> NoReturn:
+        """Raises what a script gets that sends contents to other ranks, or takes them from these.
+
+        Args:
+            name: of the function of ``torch.distributed``.
+        """
+        if self.is_of_gradient:
+            why, whole = "backward() has summed gradients over ranks", "model.get_param_grad(name)"
+        else:
+            why, whole = "RaNNC keeps ranks equal", "model.state_dict()"
+        raise RaNNCError(
+            f"{self}, so dist.{name}() can neither send nor receive it here. {why}: leave dist.{name}() out. {whole}, "
+            "which all ranks call, gives what is whole"
+        )
 
     def refuse_call(self, name: str, *, writes: bool) -> NoReturn:
         """Raises what a script gets for a function of torch that would need contents.
@@ -155,6 +171,7 @@ def send_away(tensor: Tensor, kind: str, name: str, ranks: tuple[int, ...], devi
 
 def guard(tensor: Tensor, home: Home, kind: type[ElsewhereParameter] | type[ElsewhereTensor]) -> None:
     """Frees a tensor, and guards it; the object stays the same."""
+    _watch_sending()
     tensor.grad = None
     tensor.data = _blank(tensor, home.device)
     tensor._home = home  # type: ignore[attr-defined]  # of the class it gets
@@ -243,6 +260,12 @@ _SHOW_ALL = named("data.get view t transpose permute unsqueeze squeeze T.get mT.
 _SHOW_ALL_WITHOUT_GAPS = named("reshape flatten")
 _SHOW_SOME = named("narrow __getitem__")
 _LIKE_ANOTHER = frozenset(("view_as", "reshape_as", "expand_as"))
+_COPIES_OF_GRADIENT = named("clone detach contiguous")
+_DISTRIBUTED = CHECKS_OF_SENT[0].owner.__name__
+_OF_SENDING = (_DISTRIBUTED, "torch.distributed.c10d_logger")
+"""Python modules between a script's call and the checks."""
+DRAWN = named("rand_like randn_like randint_like")
+"""What draws a whole tensor of a form, on all ranks alike, so that their generators stay in step."""
 
 
 def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -257,6 +280,8 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     guarded: list[Any] = [tensor for tensor in tensors if isinstance(tensor, Guarded)]
     first: Guarded = guarded[0]
     home = first._home
+    if is_sending(func):
+        home.refuse_sending(name)
     if name == UNSCALE:
         own = [grad for grad in args[0] if not isinstance(grad, Guarded)]
         note_replaced(args[0])
@@ -272,13 +297,23 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _OF_DEVICE[name](home.device)
     if name in _OF_SHAPE:
         return func(first.stand_in(), *args[1:], **kwargs)
+    if name in DRAWN:
+        return _drawn(func, first, args, kwargs)
+    if stays_itself(name, first, args, kwargs):
+        return first
     if name == "data.set":
         note_changed(func, name, args, kwargs)
         return None
     if name in _IN_PLACE and args and all(isinstance(item, Guarded) for item in pytree.tree_leaves(args[0])):
         note_changed(func, name, args, kwargs)
         return _changed(first, args[0])
-    if name in _EACH_BY_ITSELF and "device" not in kwargs and len(guarded) == len(tensors):
+    in_place = in_place_of(name, args, kwargs)
+    if in_place is not None:
+        return _answer(in_place, args, without_out(kwargs))
+    by_itself = name in _EACH_BY_ITSELF or (name in _COPIES_OF_GRADIENT and home.is_of_gradient)
+    if by_itself and "device" not in kwargs and len(guarded) == len(tensors):
+        if kwargs.get("out") is not None:
+            return _put_out(func, name, args, kwargs)
         return _computed(func, args, kwargs, replace(home, covers=_covered(name, first)))
     home.refuse_call(name, writes=is_write(name) and len(guarded) == 1)
 
@@ -326,6 +361,24 @@ def note_changed(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str,
                 changes.add_to_some(name)
 
 
+def in_place_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What does in place what ``out=`` of the first argument does; None for other calls."""
+    out = kwargs.get("out")
+    return getattr(Tensor, f"{name}_", None) if args and isinstance(out, Guarded) and out is args[0] else None
+
+
+def without_out(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, but for ``out``."""
+    return {key: value for key, value in kwargs.items() if key != "out"}
+
+
+def _put_out(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Takes note of results that replace all contents of ``out``."""
+    out = kwargs["out"]
+    note_changed(func, name, (out, *args), without_out(kwargs))
+    return _changed(out, out)
+
+
 def _is_gradient(item: object) -> bool:
     """True for a gradient, or numbers made of one; not for a mask."""
     if not isinstance(item, ElsewhereTensor) or not item.home.is_of_gradient:
@@ -349,9 +402,22 @@ def _changed(first: Lacking, what: Any) -> Any:
 
 def _covered(name: str, source: Guarded) -> str:
     """How many elements of a gradient what a function makes of another tensor shares."""
-    if name in _SHOW_ALL or (name in _SHOW_ALL_WITHOUT_GAPS and source.stand_in().is_contiguous()):
+    if name in _SHOW_ALL or name == "detach" or (name in _SHOW_ALL_WITHOUT_GAPS and source.stand_in().is_contiguous()):
         return source.home.covers
     return "some" if name in _SHOW_SOME and source.home.covers else ""
+
+
+def stays_itself(name: str, source: Guarded, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True for what gives its argument back, as ``contiguous()`` of what is so."""
+    return name == "contiguous" and source.stand_in().is_contiguous(*args[1:], **kwargs)
+
+
+def _drawn(func: Any, like: Guarded, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A plain tensor, as all ranks have it."""
+    device = kwargs.get("device")
+    asked = {**kwargs, "device": like.home.device if device is None else device}
+    asked.pop("input", None)
+    return func(like.stand_in(), *args[1:], **asked)
 
 
 def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Home) -> Any:
@@ -387,6 +453,7 @@ def _value(made: Any, home: Home) -> Any:
 
 def made_elsewhere(like: Tensor, home: Home, kind: type[Made]) -> Made:
     """A guarded tensor of the form of another."""
+    _watch_sending()
     found = _blank(like, home.device).as_subclass(kind)
     found._home = replace(home, strides=like.stride())
     return found
@@ -397,6 +464,41 @@ def function_name(func: Any) -> str:
     name: str = getattr(func, "__name__", str(func))
     access = {"__get__": "get", "__set__": "set", "__delete__": "delete"}.get(name)
     return name if access is None else f"{func.__self__.__name__}.{access}"
+
+
+def is_sending(func: Any) -> bool:
+    """True for a function of ``torch.distributed``."""
+    return bool(getattr(func, "__module__", None) == _DISTRIBUTED)
+
+
+@cache
+def _watch_sending() -> None:
+    """From now on, functions of ``torch.distributed`` refuse guarded tensors, of which most ask nothing."""
+    for point in CHECKS_OF_SENT:
+        setattr(point.owner, point.name, _refusing_guarded(point))
+
+
+def _refusing_guarded(point: PatchPoint) -> Callable[..., None]:
+    original = point.original
+
+    def check(sent: Any, *args: Any) -> None:
+        for tensor in sent if isinstance(sent, (list, tuple)) else (sent,):
+            if isinstance(tensor, Guarded):
+                tensor.home.refuse_sending(_sender(sys._getframe(1)))
+        original(sent, *args)
+
+    return check
+
+
+def _sender(frame: FrameType | None) -> str:
+    """The function of ``torch.distributed`` that a script calls, from a frame inside of it."""
+    found = ""
+    while frame is not None and frame.f_globals.get("__name__") in _OF_SENDING:
+        if frame.f_globals["__name__"] == _DISTRIBUTED:
+            name = frame.f_code.co_name
+            found = "P2POp" if name.startswith("__") else name
+        frame = frame.f_back
+    return found
 
 
 def is_write(name: str) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
 from pyrannc.store.buckets import elements, elements_by, strides_of
 from pyrannc.store.elsewhere import (
+    DRAWN,
     METADATA,
     OF_AUTOGRAD,
     ElsewhereParameter,
@@ -26,13 +27,17 @@ from pyrannc.store.elsewhere import (
     function_name,
     guard,
     ids_of_params,
+    in_place_of,
     is_elsewhere,
+    is_sending,
     is_write,
     made_elsewhere,
     named,
     note_changed,
     note_dropped,
     note_replaced,
+    stays_itself,
+    without_out,
 )
 from pyrannc.store.unscale import UNSCALE, unscale_own
 
@@ -58,7 +63,7 @@ class Spread(Guarded):
                 note_dropped(args)
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if name in METADATA or name in OF_AUTOGRAD:
+        if name in METADATA or name in OF_AUTOGRAD or name in DRAWN:
             return super().__torch_function__(func, types, args, kwargs)
         return _done_to_pieces(func, name, args, dict(kwargs or {}))
 
@@ -144,6 +149,13 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
     """Does to the pieces what a script does to tensors, where that is to each element alike."""
     leaves = pytree.tree_leaves((tuple(args), kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, Spread))
+    if is_sending(func):
+        first.home.refuse_sending(name)
+    in_place = in_place_of(name, args, kwargs)
+    if in_place is not None:
+        return _done_to_pieces(in_place, function_name(in_place), args, without_out(kwargs))
+    if stays_itself(name, first, args, kwargs):
+        return first
     if name == UNSCALE:
         own = [own_piece(grad) for grad in args[0] if not is_absent(grad)]
         note_replaced(args[0])

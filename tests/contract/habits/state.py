@@ -82,6 +82,20 @@ def averaged_model(job: Job) -> None:
     AveragedModel(model).update_parameters(model)
 
 
+@refused(
+    "RaNNCError",
+    r"dist\.broadcast\(\) can neither send nor receive",
+    "leave",
+    settings=(Setting((5, 3), 1, 2, zero="3"),),
+    instead="leave it out: RaNNC keeps ranks equal",
+)
+def parameters_broadcast_by_the_script(job: Job) -> None:
+    """`dist.broadcast(param.data, 0)` after a step, where other ranks hold a part of the parameters."""
+    net, _, _ = _learned(job)
+    for param in net.parameters() if job.ranks > 1 else ():
+        torch.distributed.broadcast(param.data, 0)
+
+
 @equal(settings=(REPLICAS,))
 def whole_on_every_rank(job: Job) -> None:
     """All of these where every rank holds the whole model."""

@@ -107,6 +107,10 @@ _SENDING = (
 GROUP_METHODS = tuple(PatchPoint(distributed.ProcessGroup, _name) for _name in _SENDING.split())
 """What sends to the other ranks of a group. Public: some of them have no underscore, but no documentation."""
 
+CHECKS_OF_SENT = tuple(PatchPoint(distributed_c10d, _name) for _name in ("_check_single_tensor", "_check_tensor_list"))
+"""What sends tensors to other ranks, or gets them, looks at them so first. Public: subclasses of Tensor, which only
+some of these functions ask."""
+
 
 def other_sends() -> tuple[PatchPoint, ...]:
     """What functional collectives and batches of messages ask first instead. Public: as above."""
