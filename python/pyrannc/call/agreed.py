@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pyrannc.call.batch_arguments import Arguments, BatchArguments, PerRow, RowsInDoubt
 from pyrannc.call.data_guards import Answers
 from pyrannc.call.drift import Drift
-from pyrannc.call.equal import Fingerprint, HyperParameters, combined, whole_inputs
+from pyrannc.call.equal import Course, Fingerprint, HyperParameters, combined, whole_inputs
 from pyrannc.call.param_guards import ParamGuards
 from pyrannc.call.shared_inputs import refuse_shared
 from pyrannc.call.variant import CallKey, Variant, Variants
@@ -78,10 +78,11 @@ class Agreement:
         batch: which arguments have rows.
         gather_inputs: the rows of all ranks count, instead of those of rank 0 alone.
         recapture_interval: after so many calls of a captured form one rank captures again and compares; 0: never.
-        steps: how often an optimizer has stepped.
+        course: what is known of the calls of an optimizer.
 
     Attributes:
         params: guards of this rank's parameters, once they are deployed.
+        hyper_parameters: what must be equal on all ranks of optimizers.
         drift: compares what is the same on all ranks of their parameters, from then on.
         deployment: the deployment's number, equal on all ranks; 0 before.
     """
@@ -95,14 +96,14 @@ class Agreement:
         *,
         gather_inputs: bool,
         recapture_interval: int,
-        steps: Callable[[Optimizer], int],
+        course: Callable[[Optimizer], Course],
     ) -> None:
         self.params: ParamGuards | None = None
         self.drift = Drift()
         self.deployment = 0
         self._model = model
         self._variants = variants
-        self._hyper_parameters = HyperParameters(optimizer, steps)
+        self.hyper_parameters = HyperParameters(optimizer, course)
         self._batch = batch
         self._gather_inputs = gather_inputs
         self._interval = recapture_interval
@@ -137,7 +138,7 @@ class Agreement:
         if len({(number, switched) for number, _, switched, *_ in everyone}) > 1:
             raise MismatchError(_different_calls(self._model, own.call.tensors))
         if len({equal for *_, equal, _ in everyone}) > 1:
-            raise MismatchError(_different_values(own.equal))
+            self._compare_values(own.equal)
         counts, doubt = [count for _, count, *_ in everyone], None
         if own.per_row is None:
             own.per_row, doubt = self._batch.find(own.call, device)
@@ -168,6 +169,19 @@ class Agreement:
         return AgreedCall(
             own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, drawn, doubt
         )
+
+    def _compare_values(self, own: Sequence[Fingerprint]) -> None:
+        """Raises MismatchError, unless the ranks differ in no more than what steps of optimizers set.
+
+        All ranks call it.
+        """
+        everyone: list[tuple[Sequence[Fingerprint], frozenset[str]]]
+        everyone = agree.gather_objects((own, self.hyper_parameters.set_by_steps()))
+        left_out = frozenset().union(*(words for _, words in everyone))
+        compared = [[(words, number) for words, number in found if words not in left_out] for found, _ in everyone]
+        if any(found != compared[0] for found in compared):
+            raise MismatchError(_different_values(compared))
+        self.hyper_parameters.leave_out(left_out)
 
     def _take_for_rows(self, own: _Own, rows: int) -> None:
         """Takes the captured form for so many rows, if there is one. All ranks call it."""
@@ -241,7 +255,7 @@ class Agreement:
         if self.params is not None and not self.params.check():
             own.number = _THAWED
             return
-        own.equal = [(_WHICH, self.deployment), *self._hyper_parameters.fingerprints()]
+        own.equal = [(_WHICH, self.deployment), *self.hyper_parameters.fingerprints()]
         if per_row is None:
             own.number = _UNDECIDED
             return
@@ -342,14 +356,14 @@ def _different_calls(model: nn.Module, tensors: list[Tensor]) -> str:
     )
 
 
-def _different_values(own: Sequence[Fingerprint]) -> str:
+def _different_values(everyone: Sequence[Sequence[Fingerprint]]) -> str:
     """Names the first thing that has another value on another rank."""
-    everyone: list[Sequence[Fingerprint]] = agree.gather_objects(own)
-    for rank, found in enumerate(everyone):
-        for mine, theirs in zip(everyone[0], found, strict=False):
-            if mine != theirs:
+    first = dict(everyone[0])
+    for rank, found in enumerate(map(dict, everyone)):
+        for words in [*first, *found]:
+            if first.get(words) != found.get(words):
                 return (
-                    f"{theirs[0]} has another value on rank {rank} than on rank 0; give all ranks the same one (what "
+                    f"{words} has another value on rank {rank} than on rank 0; give all ranks the same one (what "
                     "differs from row to row is a tensor with the batch as dimension 0)"
                 )
     return "the ranks pass different numbers of tensors without rows, or have different optimizers"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,40 +18,93 @@ _OF_RANKS = ("params", "param_names")
 """What every rank has its own of in a param group."""
 EVERY = 100
 """All others are compared at a captured form's first call, and whenever this many calls have passed."""
-_STEPS = "the number of calls of optimizer.step(), which a rank must not leave out or add by itself,"
 
 Fingerprint = tuple[str, int]
 """What it is, in words, and its number."""
 
 
+class Course(Protocol):
+    """What is known of the calls of an optimizer's methods."""
+
+    set_by_steps: set[str]
+    """Names of settings in its groups that a step has changed: some ranks may step without a group."""
+
+    def told(self) -> list[Fingerprint]:
+        """The number of these calls, as far as it must be the same on all ranks."""
+        ...
+
+
 class HyperParameters:
-    """Learning rates and the like, read again only when one has changed.
+    """Learning rates and the like, read again only when one has changed, and how often optimizers were called.
 
     Args:
-        steps: how often the optimizer has stepped.
+        optimizer: the model's.
+        course: of an optimizer.
     """
 
-    def __init__(self, optimizer: Optimizer | None, steps: Callable[[Optimizer], int]) -> None:
-        self._optimizer = optimizer
-        self._steps = steps
-        self._seen: list[list[tuple[str, Any]]] = []
-        self._found: list[Fingerprint] = []
+    def __init__(self, optimizer: Optimizer | None, course: Callable[[Optimizer], Course]) -> None:
+        self._course = course
+        self._read = [] if optimizer is None else [_Read(optimizer, course(optimizer), "the optimizer")]
+        self._left_out: frozenset[str] = frozenset()
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """From now on another optimizer counts too. All ranks call it."""
+        if not any(read.is_of(optimizer) for read in self._read):
+            words = (
+                f"{type(optimizer).__name__}, an optimizer that RaNNCModule was not given (number {len(self._read)}),"
+            )
+            self._read.append(_Read(optimizer, self._course(optimizer), words))
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Each that is a Python value, and the number of steps."""
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        """Each that is a Python value, and the number of calls."""
+        return [found for read in self._read for found in read.fingerprints(self._left_out)]
+
+    def set_by_steps(self) -> frozenset[str]:
+        """Those that are not the script's, in words."""
+        return frozenset(words for read in self._read for words in read.set_by_steps())
+
+    def leave_out(self, words: frozenset[str]) -> None:
+        """From now on these do not count."""
+        self._left_out |= words
+
+
+class _Read:
+    """What has been read of an optimizer; of one that is gone it stays, as it may still be there on other ranks."""
+
+    def __init__(self, optimizer: Optimizer, course: Course, words: str) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._course = course
+        self._words = words
+        self._seen: tuple[Any, frozenset[str]] = [], frozenset()
+        self._found: list[Fingerprint] = []
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        return self._optimizer() is optimizer
+
+    def fingerprints(self, left_out: frozenset[str]) -> list[Fingerprint]:
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
         now = [[(name, _value(group[name])) for name in group if name not in _OF_RANKS] for group in groups]
-        if not _equal(now, self._seen):
-            self._seen = now
-            self._found = [
-                (f'"{name}" of group {place} of the optimizer\'s param_groups', zlib.crc32(repr(value).encode()))
+        if optimizer is not None and not _equal((now, left_out), self._seen):
+            self._seen = now, left_out
+            found = [
+                (self._of_group(name, place), zlib.crc32(repr(value).encode()))
                 for place, settings in enumerate(now)
                 for name, value in settings
                 if isinstance(value, (bool, int, float, str, type(None), tuple))
             ]
-        if self._optimizer is None:
-            return self._found
-        return [*self._found, (_STEPS, self._steps(self._optimizer))]
+            self._found = [(words, number) for words, number in found if words not in left_out]
+        return [*self._found, *((f"{words} of {self._words}", number) for words, number in self._course.told())]
+
+    def set_by_steps(self) -> Iterator[str]:
+        optimizer = self._optimizer()
+        for place in range(0 if optimizer is None else len(optimizer.param_groups)):
+            for name in self._course.set_by_steps:
+                yield self._of_group(name, place)
+
+    def _of_group(self, name: str, place: int) -> str:
+        whose = "the optimizer's param_groups" if self._words == "the optimizer" else f"param_groups of {self._words}"
+        return f'"{name}" of group {place} of {whose}'
 
 
 def _value(setting: Any) -> Any:

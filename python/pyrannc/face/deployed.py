@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,13 @@ from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.store.after_backward import forget_beside, forget_shares
 from pyrannc.store.by_parameter import refuse_across, why_across
+from pyrannc.store.course import course_of
 from pyrannc.store.former import Former
 from pyrannc.store.later import LaterOptimizers
 from pyrannc.store.optimizer import UserOptimizer
-from pyrannc.store.own_listed import steps_of
 from pyrannc.store.shared_params import note_deployed, note_taken_back
 from pyrannc.store.store import ParamStore
-from pyrannc.switches import switches
+from pyrannc.switches import delay_grad_allreduce, switches
 
 _log = get_logger("RaNNCModule")
 
@@ -72,7 +74,7 @@ class DeployedModel(StateOfModel):
             BatchArguments(self.model, self._batch_arguments, gather_inputs=self._gather_inputs),
             gather_inputs=self._gather_inputs,
             recapture_interval=self._config.recapture_interval,
-            steps=steps_of,
+            course=course_of,
         )
 
     def _deploy(self, variant: Variant, call: AgreedCall) -> None:
@@ -153,7 +155,11 @@ class DeployedModel(StateOfModel):
             self._user_optimizer.narrow(store)
         agree.together(lambda: self._guard_params(deployment))
         self._later = LaterOptimizers(
-            store, self.optimizer, self._agreement.drift.watch_other, lambda: deployment.gradients.pending
+            store,
+            self.optimizer,
+            self._agreement.drift.watch_other,
+            self._agreement.hyper_parameters.watch,
+            lambda: deployment.gradients.pending,
         )
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
@@ -228,6 +234,19 @@ class DeployedModel(StateOfModel):
             deployment.plan.write(str(file))
 
     # Training
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As that of ``DistributedDataParallel``: gradients of calls inside are summed over ranks by the next backward.
+
+        It is :func:`pyrannc.delay_grad_allreduce` for a block of code.
+        """
+        before = switches().delay_grad_allreduce
+        delay_grad_allreduce(True)
+        try:
+            yield
+        finally:
+            delay_grad_allreduce(before)
 
     @announced("allreduce_grads()")
     def allreduce_grads(self) -> None:

@@ -20,6 +20,7 @@ from pyrannc.job import process
 from pyrannc.job.exchange import Group, Work, start_sum, sum_over_ranks
 from pyrannc.log import get_logger
 from pyrannc.store.buckets import Bucket, SharedParam
+from pyrannc.store.course import note_backward
 from pyrannc.store.delivery import Delivery
 from pyrannc.store.gathered import GatheredBucket
 from pyrannc.store.gradient_set import GradientSet
@@ -323,6 +324,7 @@ class Gradients:
         if scale is not None:
             scale_each(list(given.flats.values()), scale)
         given.settle()
+        note_backward()
         self.delivery.give(given, active)
 
     def _sum_all(self, current: GradientSet) -> None:

@@ -29,6 +29,7 @@ class LaterOptimizers:
         store: of the deployed model.
         known: the optimizer that is narrowed already.
         see_other: is given those that have no parameters of a wrapped model.
+        watch: is given those that are narrowed, on all ranks.
         is_pending: true while ranks have not summed the model's gradients.
     """
 
@@ -37,6 +38,7 @@ class LaterOptimizers:
         store: ParamStore,
         known: Optimizer | None,
         see_other: Callable[[Optimizer], None],
+        watch: Callable[[Optimizer], None],
         is_pending: Callable[[], bool],
     ) -> None:
         self._store = store
@@ -44,6 +46,7 @@ class LaterOptimizers:
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet([known] if known is not None else [])
         self._narrowed: list[weakref.ref[UserOptimizer]] = []
         self._see_other = see_other
+        self._watch = watch
         self._is_pending = is_pending
         watch_pending(self)
         _watch_steps()
@@ -64,6 +67,7 @@ class LaterOptimizers:
             with collective("optimizer.step()"):
                 found.narrow(self._store)
             self._refuse_beside(found)
+            self._watch(optimizer)
             # The optimizer keeps it alive.
             self._narrowed.append(weakref.ref(found))
         elif not UserOptimizer.is_one_of(optimizer) and not any(other._has_some_of(optimizer) for other in _watching):

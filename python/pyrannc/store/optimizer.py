@@ -20,10 +20,18 @@ from pyrannc.job.exchange import give_to_others
 from pyrannc.job.faults import collective
 from pyrannc.store.by_element import is_by_element
 from pyrannc.store.carry import Route, carry
+from pyrannc.store.course import course_of
 from pyrannc.store.divided import DividedParams, part_of_state, whole_state
 from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
-from pyrannc.store.own_listed import all_listed, begin_sharing, end_failed_step, own_listed, step_with_own
+from pyrannc.store.own_listed import (
+    all_listed,
+    begin_sharing,
+    end_failed_step,
+    note_clear,
+    own_listed,
+    step_with_own,
+)
 from pyrannc.store.param_lists import Listed, ParamLists
 from pyrannc.store.spread_tensor import is_spread
 from pyrannc.store.store import ParamStore
@@ -298,6 +306,8 @@ class UserOptimizer:
         for item in items:
             if item.number in found:
                 put_state(self.optimizer, item.param, found[item.number])
+        for group, settings in zip(self.optimizer.param_groups, self._set_by_steps(lists.all()), strict=True):
+            group.update(settings)
         lists.remove(store)
         if lists.stores:
             return
@@ -332,6 +342,7 @@ class UserOptimizer:
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
         forget_overflow(self.listed_ids())
+        note_clear(self.optimizer)
         if self._only_lets_go(*args, **kwargs):
             end_failed_step(self.optimizer)
             # Parameters of other ranks have none to let go of. What classes of tensors would say takes time for each.
@@ -381,9 +392,29 @@ class UserOptimizer:
         state, items = by_number(local), lists.all()
         own = {item.param: state[item.number] for item in items if item.number in state}
         found = self._collect(own, items, lambda _: (0,))
+        groups = [
+            {**group, **settings}
+            for group, settings in zip(local["param_groups"], self._set_by_steps(items), strict=True)
+        ]
         if process.get_rank() != 0:
             return {}
-        return {**local, "state": {**dict(sorted(found.items())), **of_no_param(local)}}
+        return {**local, "param_groups": groups, "state": {**dict(sorted(found.items())), **of_no_param(local)}}
+
+    def _set_by_steps(self, items: Sequence[Listed]) -> list[dict[str, Any]]:
+        """By group, what its settings are that steps change: other ranks may have stepped without it.
+
+        All ranks call it.
+        """
+        groups, names = self.optimizer.param_groups, course_of(self.optimizer).set_by_steps
+        own = [
+            {name: group[name] for name in names if name in group and not isinstance(group[name], Tensor)}
+            for group in groups
+        ]
+        everyone: list[list[dict[str, Any]]] = agree.gather_objects(own)
+        first = [0] * len(groups)
+        for item in reversed(items):
+            first[item.group] = min(item.ranks)
+        return [everyone[rank][place] for place, rank in enumerate(first)]
 
     def _load_state_dict(self, state_dict: dict[str, Any], from_global: bool | None = None) -> None:
         """Takes back what ``state_dict`` gave.

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from pyrannc.capture.torch_internals.gradients import call_first_after_steps
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job.faults import collective
+from pyrannc.store.course import course_of
 from pyrannc.store.divided import DividedParams, Piece, Works
 from pyrannc.store.spread_tensor import Spread
 
@@ -43,7 +44,6 @@ _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 _shared: WeakSet[Optimizer] = WeakSet()
 _divided: WeakKeyDictionary[Optimizer, WeakMethod[Divided]] = WeakKeyDictionary()
 _hidden: WeakKeyDictionary[Optimizer, _Hidden] = WeakKeyDictionary()
-_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -100,7 +100,13 @@ def step_with_own(optimizer: Optimizer, divided: Divided) -> None:
 
 def steps_of(optimizer: Optimizer) -> int:
     """How often an optimizer has stepped since other ranks may hold what it lists."""
-    return _steps.get(optimizer, 0)
+    return course_of(optimizer).steps
+
+
+def note_clear(optimizer: Optimizer) -> None:
+    """Gradients of what it lists are cleared."""
+    if optimizer in _shared:
+        course_of(optimizer).clear()
 
 
 def begin_sharing(optimizer: Optimizer) -> None:
@@ -125,6 +131,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if optimizer in _shared:
         works = _works_of(optimizer, _divided_by(optimizer))
         _refuse_parts(optimizer, works)
+        course_of(optimizer).begin_step(optimizer.param_groups)
         _hide(optimizer, works, step)
     closures = [item for item in (*args[1:], *kwargs.values()) if callable(item)]
     if not closures:
@@ -151,7 +158,7 @@ def _with_all_listed(optimizer: Optimizer, closure: Callable[[], Any], step: Any
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _show(optimizer)
-    _steps[optimizer] = steps_of(optimizer) + 1
+    course_of(optimizer).end_step(optimizer.param_groups)
     divided = _divided_by(optimizer)
     if divided:
         with collective("optimizer.step()"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from pyrannc.errors import RaNNCError
@@ -45,12 +47,33 @@ def _why_not(model: nn.Module, optimizer: UserOptimizer | None) -> str | None:
             "the model is wrapped again"
         )
     if away is None:
-        return None
+        return _why_not_apart(dict(model.named_parameters()))
     kind = "parameter" if isinstance(tensors[away], nn.Parameter) else "buffer"
     return (
         f'{kind} "{away}" is spread over the ranks by another RaNNCModule already: wrap one module that holds both '
         "models, and call that"
     )
+
+
+def _why_not_apart(params: Mapping[str, Tensor]) -> str | None:
+    """Why parameters cannot lie on different ranks, or move: two have elements in one place of memory."""
+    real = {name: param for name, param in params.items() if _is_dense(param)}
+    spans = sorted((param.data_ptr(), param.data_ptr() + param.nbytes, name) for name, param in real.items())
+    for (_, end, first), (start, _, second) in pairwise(spans):
+        if start < end and real[first].device == real[second].device:
+            one, other = sorted((first, second), key=list(params).index)
+            return (
+                f'parameters "{one}" and "{other}" share memory, as after `second.data = first.data`, which '
+                "ends where they are moved: make them one parameter before the model is wrapped (second.weight = "
+                "first.weight)"
+            )
+    return None
+
+
+def _is_dense(param: Tensor) -> bool:
+    """True for a parameter whose elements lie side by side, in whatever order."""
+    is_plain = type(param) is nn.Parameter and param.layout == torch.strided and not param.is_meta
+    return is_plain and param.numel() > 0 and bool(torch.ops.aten.is_non_overlapping_and_dense(param))
 
 
 def _known() -> list[tuple[ParamStore, UserOptimizer | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -149,6 +150,16 @@ def reduction_delayed(job: Job) -> None:
     pyrannc.delay_grad_allreduce(True)
     model(*job.batch(pairs, 0)).backward()
     pyrannc.delay_grad_allreduce(False)
+    model(*job.batch(pairs, 1)).backward()
+    job.gradients(model)
+
+
+@equal()
+def reduction_left_out_by_no_sync(job: Job) -> None:
+    """`with model.no_sync():` around the first of two batches, as with `DistributedDataParallel`."""
+    model = job.wrap(Returns(Chain(), F.mse_loss))
+    with model.no_sync() if isinstance(model, pyrannc.RaNNCModule) else nullcontext():
+        model(*job.batch(pairs, 0)).backward()
     model(*job.batch(pairs, 1)).backward()
     job.gradients(model)
 

@@ -11,10 +11,12 @@ from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from tests.contract.habit import equal
+from tests.contract.habit import equal, refused
 from tests.contract.job import Job
-from tests.contract.settings import Setting
+from tests.contract.settings import ONCE, STAGES, Setting
 from tests.contract.training import CLASSES, TOKENS, VOCABULARY, WIDTH, Chain, Returns, fit, padded, pairs
+
+_CHANNELS = 2
 
 
 def _fit(job: Job, net: nn.Module) -> None:
@@ -27,6 +29,43 @@ def tied_weights(job: Job) -> None:
     net = Chain()
     net.head.weight = net.layers[0].weight
     _fit(job, net)
+
+
+@refused(
+    "RaNNCError",
+    'layers.0.weight" and "net.head.weight" share memory',
+    "one parameter",
+    settings=ONCE,
+    instead="`net.head.weight = net.layers[0].weight`",
+)
+def weights_tied_by_data(job: Job) -> None:
+    """Two parameters of one memory: `net.head.weight.data = net.layers[0].weight.data`."""
+    net = Chain()
+    net.head.weight.data = net.layers[0].weight.data
+    _fit(job, net)
+
+
+class _Images(nn.Module):
+    """Convolutions whose weights and inputs have channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1) for _ in range(3))
+        self.head = nn.Linear(_CHANNELS * WIDTH // 2, WIDTH)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 1, 2, WIDTH // 2).expand(-1, _CHANNELS, -1, -1).contiguous(memory_format=torch.channels_last)
+        for convolution in self.convolutions:
+            x = torch.relu(convolution(x))
+        made: Tensor = self.head(x.mean(2).flatten(1))
+        return made
+
+
+@equal(settings=(STAGES, Setting((5, 3), 1, 2, zero="1"), Setting((3, 0, 5), 1, 4, zero="2")))
+def channels_last(job: Job) -> None:
+    """`net.to(memory_format=torch.channels_last)`, with several convolutions."""
+    _fit(job, _Images())
 
 
 @equal()

@@ -18,6 +18,8 @@ from tests.contract.job import Job
 from tests.contract.settings import ONCE, REPLICAS, STAGES, Setting
 from tests.contract.training import WIDTH, Chain, Returns, clipped, learn, pairs
 
+NOT_WHOLE = (STAGES, Setting((3, 0, 5), 2, 2), Setting((5, 3), 1, 2, zero="2"))
+"""Some ranks have none of a gradient, or a part."""
 SEVERAL_STAGES = (STAGES, Setting((3, 0, 5), 3, 1))
 WHOLE = "`optimizer.state_dict(from_global=True)` on all ranks"
 
@@ -529,6 +531,63 @@ def overflow_clipped_by_value(job: Job) -> None:
     job.state(model)
 
 
+@equal(NOT_WHOLE)
+def overflow_cleaned_by_the_script(job: Job) -> None:
+    """`torch.nan_to_num(param.grad, nan=0.0, ..., out=param.grad)` of scaled gradients: those are finite then."""
+    net = Gained(True)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        x, huge, target = job.batch(_gained_by_one if step == 1 else _gained, step)
+        optimizer.zero_grad()
+        scaler.scale(model(x, huge, target)).backward()
+        for grad in [param.grad for param in model.parameters() if param.grad is not None]:
+            torch.nan_to_num(grad, nan=0.0, posinf=0.0, neginf=0.0, out=grad)
+            torch.mul(grad, 0.5, out=grad)
+        scaler.step(optimizer)
+        scaler.update()
+        job.same("scale", scaler.get_scale())
+    job.state(model)
+
+
+@equal(NOT_WHOLE)
+def noise_added_to_gradients(job: Job) -> None:
+    """`param.grad.add_(torch.randn_like(param) * 0.1)`, with the same seed on all ranks."""
+    net = _net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step, batch in enumerate(job.batches(pairs)):
+        optimizer.zero_grad()
+        model(*batch).backward()
+        torch.manual_seed(step)
+        for param in (param for param in model.parameters() if param.grad is not None):
+            param.grad.add_(torch.randn_like(param) * 0.1)
+            param.grad.mul_(torch.rand_like(param.grad))
+        job.same("drawn next", torch.rand(2))
+        optimizer.step()
+    job.state(model)
+
+
+@equal(NOT_WHOLE[:-1], note="where gradients are whole")
+def gradients_summed_by_hand(job: Job) -> None:
+    """Copies of gradients (`param.grad.clone()`, `.detach()`, `.contiguous()`) are summed and put back in place."""
+    net = _net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(0, 4, 2):
+        sums: list[Tensor] = []
+        for part in (step, step + 1):
+            optimizer.zero_grad()
+            model(*job.batch(pairs, part)).backward()
+            kept = [param.grad.detach().clone().contiguous() for param in net.parameters() if param.grad is not None]
+            sums = [total + grad for total, grad in zip(sums, kept, strict=True)] if sums else kept
+        for param, total in zip(net.parameters(), sums, strict=True):
+            param.grad = total / 2
+        optimizer.step()
+    job.state(model)
+
+
 @equal()
 def overflow_and_clipping(job: Job) -> None:
     """`scaler.unscale_(optimizer)`, then `model.clip_grad_norm(max_norm)`, then `scaler.step(optimizer)`."""
@@ -699,6 +758,119 @@ def step_left_out_on_one_rank(job: Job) -> None:
     net = _net()
     optimizer = _adam(net)
     model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    model(*job.batch(pairs, 1)).backward()
+    if job.rank == 0:
+        optimizer.step()
+    learn(job, model, optimizer, step=2)
+
+
+_CLEARED = (REPLICAS, STAGES, Setting((5, 3), 1, 1, "1"), Setting((5, 3), 1, 1, "2"))
+
+
+@refused("MismatchError", "optimizer.zero_grad", settings=_CLEARED, instead="decide by what is equal on all ranks")
+def gradients_cleared_before_a_step_on_one_rank(job: Job) -> None:
+    """One rank calls `optimizer.zero_grad()` before a step, as after a loss of its own rows that is not finite."""
+    net = _net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    optimizer.zero_grad()
+    model(*job.batch(pairs, 1)).backward()
+    if job.rank == 1:
+        optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    learn(job, model, optimizer, step=2)
+
+
+@refused("MismatchError", "optimizer.zero_grad", settings=_CLEARED, instead="decide by what is equal on all ranks")
+def gradients_cleared_between_backwards_on_one_rank(job: Job) -> None:
+    """Gradients of several backwards add up, and one rank calls `optimizer.zero_grad()` between them."""
+    net = _net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    model(*job.batch(pairs)).backward()
+    if job.rank == 1:
+        optimizer.zero_grad()
+    model(*job.batch(pairs, 1)).backward()
+    optimizer.step()
+    model(*job.batch(pairs, 2))
+
+
+@equal(settings=_CLEARED)
+def gradients_cleared_twice_on_one_rank(job: Job) -> None:
+    """One rank calls `optimizer.zero_grad()` once more than the others, where there is nothing left to clear."""
+    net = _net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(3):
+        if job.rank == 1:
+            optimizer.zero_grad()
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
+class _CountsInGroups(Optimizer):
+    """Adam that counts its steps in each group that has parameters, as fused ones do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                    mean.lerp_(param.grad, 0.1)
+                    param.sub_(mean, alpha=group["lr"] / (1 - 0.9 ** group["step"]))
+
+
+def _counting(net: Returns) -> Optimizer:
+    first = list(net.net.layers[0].parameters())
+    ids = set(map(id, first))
+    rest = [param for param in net.parameters() if id(param) not in ids]
+    return _CountsInGroups([{"params": first}, {"params": rest[:-2]}, {"params": rest[-2:]}])
+
+
+@equal(settings=(*SEVERAL_STAGES, REPLICAS))
+def steps_counted_in_groups(job: Job) -> None:
+    """The optimizer counts its steps in `group["step"]`, not where a group is empty; it is saved and loaded."""
+    net = _net()
+    optimizer = _counting(net)
+    model = job.wrap(net, optimizer)
+    for step in range(3):
+        learn(job, model, optimizer, step=step)
+    saved = _on_first(job, copy.deepcopy(optimizer.state_dict(**_whole(model))))
+    job.same("steps", [group["step"] for group in saved["param_groups"]])
+    for group in optimizer.param_groups:
+        group["step"] = 0
+    optimizer.load_state_dict(saved, **_whole(model))
+    for step in range(3, 5):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
+@refused("MismatchError", "lr", "was not given", instead="give every rank the same value")
+def rate_of_a_further_optimizer_on_one_rank(job: Job) -> None:
+    """An optimizer that `RaNNCModule` was not given gets another learning rate on one rank."""
+    net = _net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net)
+    learn(job, model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + job.rank)
+    for step in (1, 2):
+        learn(job, model, optimizer, step=step)
+
+
+@refused("MismatchError", "optimizer.step", instead="decide by what is equal on all ranks")
+def step_of_a_further_optimizer_left_out_on_one_rank(job: Job) -> None:
+    """One rank leaves out a step of an optimizer that `RaNNCModule` was not given."""
+    net = _net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net)
     learn(job, model, optimizer)
     model(*job.batch(pairs, 1)).backward()
     if job.rank == 0:
