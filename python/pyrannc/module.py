@@ -241,6 +241,7 @@ class RaNNCModule(DeployedModel):
         else:
             self._set_limits(variant)
         self._variants.use(variant)
+        self._stale.mark(variant)
         deployment = self._deployed("forward")
         program = variant.program(
             deployment.plan, deployment.buckets, call.batch.per_rank, self._gather_inputs, _call(variant)

@@ -451,6 +451,21 @@ def test_a_view_of_an_input_that_is_copied_first_is_one_of_the_copy() -> None:
     assert "alias_of" not in graph["values"][copied]
 
 
+def test_a_copied_input_shares_no_memory_with_another_part_of_one_tensor() -> None:
+    class Joined(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.cat([x.view(-1, 4), y.view(-1, 4)])
+
+    parts = tuple(torch.randn(2, 3, 2, 4))
+    found = capture(Joined(), parts, {}, device=torch.device("cpu"), rows=3, apart=True)
+    graph = json.loads(found.graph_json)
+    copied, *views, _ = (op["results"][0] for op in graph["ops"])
+    inputs = graph["inputs"]
+    assert [value.get("alias_of") for value in map(graph["values"].__getitem__, (*inputs, copied, *views))] == [
+        None, None, None, copied, inputs[1],
+    ]  # fmt: skip
+
+
 class _Of(nn.Module):
     """What a function makes of a layer's result."""
 

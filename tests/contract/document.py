@@ -21,6 +21,7 @@ _SECTIONS = {
     "precision": "Mixed precision",
     "changes": "Changes between calls",
     "attributes": "What is kept in Python",
+    "left": "What the forward leaves in Python",
     "questions": "Questions about data",
     "whole": "What no graph holds",
     "rows": "Rows and arguments",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.capture import INTERNAL, PythonState, is_plain
+from pyrannc.capture.absent import Absent
 from pyrannc.capture.global_reads import GlobalReads
 from pyrannc.capture.holdings import SCALARS, Slots, is_record, is_users_own
 from pyrannc.capture.hooks import refuse_new_hooks
@@ -32,6 +34,8 @@ _WATCHED_ITEMS = 4096
 _WATCHED_VALUES = 20_000
 """Of values in what is watched, however deep, so many are looked at, the nearest first."""
 
+_ORDERED = (dict, list, tuple, deque)
+_NUMBERS = (bool, int, float, complex)
 _CONTAINERS = (dict, list, set, tuple, deque, bytearray)
 
 
@@ -57,14 +61,14 @@ class ModuleGuards:
             watched.add_global(held, name)
         self._objects = watched.objects
         self._sizes = list(map(len, self._objects))
-        self._names = [(holder, sorted(names)) for holder, names in watched.names.values()]
+        # Of one name, what looks names up gives no tuple.
+        self._names = [(holder, sorted(names) * (1 + (len(names) == 1))) for holder, names in watched.names.values()]
         self._getters: list[tuple[Callable[[_Holder], Any], _Holder]] = [
             (itemgetter(*names), holder) for holder, names in self._names
         ]
-        self._values = [
-            _snapshot(get(holder), len(names))
-            for (get, holder), (_, names) in zip(self._getters, self._names, strict=True)
-        ]
+        found = [get(holder) for get, holder in self._getters]
+        self._values = [tuple(map(_kept, values)) for values in found]
+        self._types = _Types(found)
         self._tensors = [(holder, name, tensor, version(tensor)) for holder, name, tensor in watched.tensors]
         self._absent = watched.absent
         self._owners = [holder for holder, _ in watched.absent.values()]
@@ -94,7 +98,8 @@ class ModuleGuards:
         if self._grad_mode is not None and self._grad_mode is not torch.is_grad_enabled():
             return False
         try:
-            if [get(holder) for get, holder in self._getters] != self._values:
+            found = [get(holder) for get, holder in self._getters]
+            if found != self._values or not self._types.are_of(found):
                 return False
         except Exception:  # an attribute is gone, or something that does not compare, a tensor or an array
             return False
@@ -121,10 +126,10 @@ class ModuleGuards:
         if self._grad_mode is not None and self._grad_mode is not torch.is_grad_enabled():
             return "the answer to torch.is_grad_enabled()"
         for (holder, names), values in zip(self._names, self._values, strict=True):
-            for name, old in zip(names, values if len(names) > 1 else [values], strict=True):
+            for name, old in zip(names, values, strict=True):
                 now = holder.get(name)
                 try:
-                    same = bool(now == old)
+                    same = bool(now == old) and (not isinstance(old, _NUMBERS) or type(now) is type(old))
                 except Exception:  # as in hold()
                     same = False
                 if not same:
@@ -160,6 +165,8 @@ class _Watched:
     def add_read(self, module: nn.Module, name: str) -> None:
         """An attribute that the forward has asked for, there or not."""
         own = vars(module)
+        if name == "__dict__":
+            self.objects.append(own)
         if name in INTERNAL or name.startswith("__"):
             return
         if name in own:
@@ -219,6 +226,9 @@ class _Watched:
 
     def _note(self, holder: _Holder, name: str) -> None:
         value = holder[name]
+        if isinstance(value, Absent):
+            # The forward sets it, without having read it.
+            return
         if not isinstance(value, Tensor):
             self.names.setdefault(id(holder), (holder, set()))[1].add(name)
         elif (id(holder), name) not in self._known_tensors:
@@ -263,10 +273,6 @@ def _holders(value: Any) -> list[_Holder]:
     return [*([vars(value)] if hasattr(value, "__dict__") else []), *Slots.of(value)]
 
 
-def _snapshot(found: Any, count: int) -> Any:
-    return tuple(map(_kept, found)) if count > 1 else _kept(found)
-
-
 def _kept(value: Any) -> Any:
     """What a later value is compared with."""
     if isinstance(value, _CONTAINERS):
@@ -286,6 +292,8 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         return value
     if len(value) > _WATCHED_ITEMS or len(known) > _WATCHED_VALUES:
         known[id(value)] = _SameLength(value)
+    elif any(isinstance(item, Absent) for item in _items(value)):
+        known[id(value)] = _SameRest(value, known)
     elif isinstance(value, dict):
         known[id(value)] = {key: _copied(item, known) for key, item in dict.items(value)}
     elif isinstance(value, (list, tuple, deque)):
@@ -294,6 +302,47 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     else:
         known[id(value)] = set(value) if isinstance(value, set) else bytes(value)
     return known[id(value)]
+
+
+def _items(container: Any) -> Collection[Any]:
+    items: Collection[Any] = dict.values(container) if isinstance(container, dict) else container
+    return items
+
+
+class _Types:
+    """The types of values, and of what is in them: ``True``, ``1`` and ``1.0`` are equal.
+
+    Args:
+        found: values, some for each holder.
+    """
+
+    def __init__(self, found: Sequence[tuple[Any, ...]]) -> None:
+        values = list(chain.from_iterable(found))
+        self._types = list(map(type, values))
+        self._inside = [
+            (place, value if isinstance(value, tuple) and all(map(SCALARS.__contains__, types[1:])) else self, types)
+            for place, value in enumerate(values)
+            if isinstance(types := _types_in(value), list)
+        ]
+        """Of containers with numbers somewhere in them: the place, a tuple that cannot change, and the types."""
+
+    def are_of(self, found: Sequence[tuple[Any, ...]]) -> bool:
+        """True when values, equal to the former ones, are also of their types."""
+        values = list(chain.from_iterable(found))
+        return list(map(type, values)) == self._types and all(
+            values[place] is seen or _types_in(values[place]) == types for place, seen, types in self._inside
+        )
+
+
+def _types_in(value: Any, depth: int = 3) -> Any:
+    """The type of a value, or of a container with numbers its type and those of its items."""
+    kind = type(value)
+    if kind in SCALARS or not isinstance(value, _ORDERED) or not depth or len(value) > _WATCHED_ITEMS:
+        return kind
+    if any(isinstance(item, Absent) for item in _items(value)):
+        return kind
+    items = [_types_in(item, depth - 1) for item in _items(value)]
+    return [kind, *items] if any(item in _NUMBERS or isinstance(item, list) for item in items) else kind
 
 
 class _SameNumbers:
@@ -325,3 +374,29 @@ class _SameLength:
 
     def __hash__(self) -> int:
         return id(self._container)
+
+
+class _SameRest:
+    """Equals one container for as long as it holds the same beside what the forward sets there, whatever that is now.
+
+    Args:
+        container: with what raises in the place of that.
+        known: copies of containers in it.
+    """
+
+    def __init__(self, container: Any, known: dict[int, Any]) -> None:
+        self._container = container
+        items = dict.items(container) if isinstance(container, dict) else ()
+        self._set = {name for name, value in items if isinstance(value, Absent)}
+        self._rest = _copied(self._without(container), known)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._container and bool(self._without(other) == self._rest)
+
+    def __hash__(self) -> int:
+        return id(self._container)
+
+    def _without(self, container: Any) -> Any:
+        if isinstance(container, dict):
+            return {name: value for name, value in dict.items(container) if name not in self._set}
+        return [value for value in container if not isinstance(value, Absent)]

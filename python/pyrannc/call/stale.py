@@ -1,4 +1,4 @@
-"""Python attributes that the forward sets and a captured call does not: reading one is an error, not an old value."""
+"""What the forward sets in Python and a captured call does not: reading it is an error, not an old value."""
 
 from __future__ import annotations
 
@@ -10,41 +10,54 @@ from torch import nn
 
 from pyrannc.call.variant import Variant
 from pyrannc.capture.absent import Absent
+from pyrannc.capture.assumptions import Attribute
+from pyrannc.capture.holders import Holder
+from pyrannc.capture.left import lift
 
 _NOTHING = object()
 
 
 class StaleAttributes:
-    """The attributes of a deployed model that captured calls set."""
+    """The attributes of a deployed model that captured calls set, and what they set elsewhere."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self._absent: dict[tuple[int, str], Absent] = {}
+        self._holders: dict[int, Holder] = {}
 
     def mark(self, variant: Variant) -> None:
-        """Puts what raises in the place of what a captured call would set."""
-        for attribute in variant.captured.python_state.written:
-            own = vars(attribute.module)
-            key = id(attribute.module), attribute.name
-            self._before.setdefault(key, (attribute.module, own.get(attribute.name, _NOTHING)))
-            own[attribute.name] = Absent(
-                f"the {attribute} is set by the forward ({attribute.where}), which runs when the model is captured and "
-                "never again, so it has no value; return it from the forward instead"
-            )
+        """Puts what raises in the place of what a captured call would set, whatever a script has set since."""
+        state = variant.captured.python_state
+        for attribute in state.written:
+            own, key = vars(attribute.module), (id(attribute.module), attribute.name)
+            now = own.get(attribute.name, _NOTHING)
+            if not isinstance(now, Absent):
+                self._before[key] = attribute.module, now
+                own[attribute.name] = self._absent.setdefault(key, _absent(attribute))
+        for unsets in state.unset:
+            unsets.put()
+            self._holders[id(unsets.holder.owner)] = unsets.holder
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Inside, what was there is there."""
         absent = self._lift()
+        unset = [(holder, held) for holder in self._holders.values() if (held := lift(holder)) is not None]
         try:
             yield
         finally:
             for (_, name), (module, value) in absent.items():
                 vars(module)[name] = value
+            for holder, held in unset:
+                holder.fill(held)
 
     def clear(self) -> None:
         """Puts back what was there."""
         self._lift()
-        self._before.clear()
+        for holder in self._holders.values():
+            lift(holder)
+        for known in (self._before, self._absent, self._holders):
+            known.clear()
 
     def _lift(self) -> dict[tuple[int, str], tuple[nn.Module, Absent]]:
         """Puts back what was there, where nobody has set something else since; gives what stood in its place."""
@@ -57,3 +70,10 @@ class StaleAttributes:
                 if before is not _NOTHING:
                     vars(module)[key[1]] = before
         return lifted
+
+
+def _absent(attribute: Attribute) -> Absent:
+    return Absent(
+        f"the {attribute} is set by the forward ({attribute.where}), which runs when the model is captured and "
+        "never again, so it has no value; return it from the forward instead"
+    )

@@ -106,6 +106,7 @@ class Variant:
         tracing: Tracing = trace,
     ) -> None:
         self._options = options
+        self._rows = batch.total
         self.has_own_trace = tracing is trace
 
         def divided_capture(
@@ -145,6 +146,8 @@ class Variant:
         self.calls = 0
         # What another call of the model finds is what guards, and captures of other calls, are to find.
         assign(captured.carried)
+        for unsets in captured.python_state.unset:
+            unsets.put()
         self.guards = agree.together(lambda: ModuleGuards(sample.model, captured.python_state))
         changes_buffers = any(op.mutates for op in self.whole.facts.ops)
         self.questions = DataGuards(captured.assumptions, sample.device, waits=changes_buffers)
@@ -202,6 +205,7 @@ class Variant:
         captured = self.whole.captured
         again = capture_sample(
             sample,
+            all_rows=self._rows,
             options=CaptureOptions(captured.leaves, outputs=self._options.outputs),
             # This rank's rows are not those that have answered.
             answers=Answering(before=captured.assumptions),

@@ -3,12 +3,13 @@
 from pyrannc.errors import CaptureError
 
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, Attribute, PartOfBatchError, PythonState, Question
-from .attributes import INTERNAL, is_plain
+from .attributes import INTERNAL
 from .captured import Captured, capture, capture_sample, signature
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
 from .lengths import FixedLengthError, LengthTrace
 from .options import NO_OPTIONS, CaptureOptions
+from .plain import is_plain
 from .reading import can_be_traced, first_that_may_lack_rows
 from .sample import Sample
 from .source import Part, Place

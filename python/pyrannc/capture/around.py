@@ -75,11 +75,23 @@ class CallAround(WholeCall):
         if len(calls) != 1:
             raise self._untraceable(f"it calls '{self._part.around}' {len(calls)} times")
         if not _alike(calls[0], given):
-            raise CaptureError(
-                f"{self._part} runs twice, and has called it with other tensors the second time, as what draws random "
-                "numbers does: draw them before the model is called, or allow_uncut=True runs all in one piece"
-            )
+            raise self._other_tensors(calls[0], self._until_reached(*args, **kwargs))
         return result
+
+    def _other_tensors(self, second: Any, again: Any) -> CaptureError:
+        """Why the sub-module was called with other tensors in the second run than those that came to it.
+
+        Args:
+            second: what it was called with there.
+            again: what it is called with once more.
+        """
+        if _alike(again, second):
+            what = f"rows of what '{self._part.around}' is called with do not lie as those of the batch do"
+            return self._untraceable(f"{what}: several batches are joined, say, or rows change places")
+        return CaptureError(
+            f"{self._part} runs twice, and has called it with other tensors the second time, as what draws random "
+            "numbers does: draw them before the model is called, or allow_uncut=True runs all in one piece"
+        )
 
 
 class _Side(WholeCall):

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from pyrannc.errors import RaNNCError
 
 from .global_reads import GlobalRead
+from .holders import Name
 from .lacking import Lacking
+from .left import Unsets
 from .source import Place
 
 
@@ -101,8 +103,8 @@ class Answering:
         assumes: which answers that others than the batch decide are taken; the rest are errors.
         as_untraced: the model is not told that it is traced, but for what data go into.
         full_masks: where masks that choose elements are asked whether they choose all.
-        by_multiples: a number of rows that another extent equals is traced as a multiple of it: what divides it divides
-            that, too, but so may what others have by chance.
+        multiple_of: the rows that are traced are a multiple of so many, where it is not 0: what divides these divides
+            them, too, but so may what others have by chance.
     """
 
     part_of_batch: bool = False
@@ -110,7 +112,7 @@ class Answering:
     assumes: Assumes = Assumes.ANYTHING
     as_untraced: bool = False
     full_masks: frozenset[Place] = frozenset()
-    by_multiples: bool = False
+    multiple_of: int = 0
 
 
 FROM_ARGUMENTS = Answering()
@@ -146,6 +148,8 @@ class PythonState:
     Attributes:
         read: what it asked for, there or not.
         written: what it set without having read it.
+        unset: what stands elsewhere for what it left there.
+        cached: where it left tensors that sizes alone decide.
         globals: the global variables that code of the user reads, and attributes of objects in them.
         strangers: modules that it called and that are no sub-modules of the model.
         grad_mode: whether gradients were recorded, where it asked that; ``None`` where it did not.
@@ -153,6 +157,8 @@ class PythonState:
 
     read: list[Attribute]
     written: list[Attribute]
+    unset: list[Unsets]
+    cached: list[Name]
     globals: list[GlobalRead]
     strangers: list[nn.Module]
     grad_mode: bool | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +18,17 @@ from torch import Tensor, fx, nn
 from pyrannc.errors import CaptureError
 
 from .assumptions import Attribute, PythonState
+from .beside import STAND_INS, BesideLog
 from .containers import CONTAINERS, content, fill
 from .facts import PLACE, memory
 from .flatten import flatten
 from .global_reads import GlobalReads
-from .helpers import Helpers
 from .holdings import is_users_own
 from .new_tree import Left
 from .operands import arguments, mutated_arguments
 from .ops import aliased_arguments, may_return_view
-from .source import Place, SourceTracker
+from .plain import PLAIN, is_plain
+from .source import Place, SourceTracker, belongs_to_user
 from .torch_internals.modules import attribute_access
 from .torch_internals.operators import OpOverload, schema
 from .torch_internals.symbols import SYMBOLIC
@@ -34,33 +36,18 @@ from .torch_internals.tensors import pytree, storage_address, version
 from .untraceable import UntraceableError
 
 _Key = tuple[int, str]
+_ALL = "__dict__"
 _HOOKED = "_output_capturing_hooks_installed"
 """Where transformers notes that a call has put hooks on sub-modules. They stay, and so does the note."""
 INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {_HOOKED}
 """Attributes that torch itself keeps in every module, and that note."""
 _BUILT_IN = (dict, list, set)
-_PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, range, slice,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
-
 _DEPTH = 4
 """How deep in containers and objects tensors are looked for."""
 _MOST_ITEMS = 4096
 """Nor are they in longer ones."""
 _MOST_VALUES = 20_000
 """So many values are looked at for them."""
-
-_STAND_INS = {torch.SymInt: 3, torch.SymFloat: 0.7, torch.SymBool: True}
-
-
-def is_plain(value: Any) -> bool:
-    """True for Python values that are compared by value: scalars, and containers of them."""
-    if isinstance(value, (tuple, list, set, frozenset, deque)):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    return isinstance(value, _PLAIN)
 
 
 @dataclass
@@ -105,7 +92,7 @@ def _same(before: Any, now: Any) -> bool:
         return False
     if isinstance(before, dict):
         return before.keys() == now.keys() and all(_same(value, now[key]) for key, value in before.items())
-    if isinstance(before, (list, deque)):
+    if isinstance(before, (list, tuple, deque)):
         return len(before) == len(now) and all(map(_same, before, now))
     return is_plain(before) and is_plain(now) and bool(before == now)
 
@@ -123,14 +110,14 @@ class AttributeLog:
     Attributes:
         written: what the call has set without having read it.
         carried: what it has changed for later calls, with what these find there.
-        beside: likewise in objects that sub-modules hold.
+        beside: what it has left elsewhere.
         left: all plain values that it has set.
     """
 
     def __init__(self, model: nn.Module, tracker: SourceTracker) -> None:
         self._model, self._tracker = model, tracker
         self._kept = [_kept(path, module) for path, module in model.named_modules()]
-        self._helpers = Helpers(model, INTERNAL)
+        self.beside = BesideLog(model, INTERNAL)
         self._paths = {id(kept.module): kept.path for kept in self._kept}
         self._read_first: dict[_Key, bool] = {}
         self._where: dict[_Key, Place] = {}
@@ -138,7 +125,6 @@ class AttributeLog:
         self._watching = True
         self.written: list[Attribute] = []
         self.carried: list[Carried] = []
-        self.beside: list[Carried] = []
         self.left: list[Left] = []
 
     @cached_property
@@ -154,12 +140,13 @@ class AttributeLog:
     @contextmanager
     def restoring(self) -> Iterator[None]:
         """Puts back every attribute at the end, so that no tensor of the trace stays behind."""
+        self.beside.lift()
         try:
             yield
         finally:
             for kept in self._kept:
                 kept.put_back()
-            self._helpers.put_back()
+            self.beside.put_back()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -171,11 +158,15 @@ class AttributeLog:
         first, left = self._read_first, self._left
 
         def read(module: nn.Module, name: str) -> None:
-            key = id(module), name
-            if self._watching:
-                if key in left:
-                    self._refuse_tensors(module, name)
-                first.setdefault(key, True)
+            # Torch itself asks for it whenever a parameter is read.
+            if name == _ALL and not belongs_to_user(sys._getframe(2).f_code.co_filename):
+                return
+            for one in (name, *(vars(module) if name == _ALL else ())):
+                key = id(module), one
+                if self._watching:
+                    if key in left:
+                        self._refuse_tensors(module, one)
+                    first.setdefault(key, True)
 
         def write(module: nn.Module, name: str) -> None:
             key = id(module), name
@@ -221,7 +212,7 @@ class AttributeLog:
         Raises:
             CaptureError: the model keeps a tensor for its next call in a Python attribute.
         """
-        self.beside += self._helpers.changed()
+        self.beside.note(depends_on_data)
         for kept in self._kept:
             for name, value in kept.changed():
                 key = id(kept.module), name
@@ -250,7 +241,9 @@ class AttributeLog:
         ]
         own = [function for attribute in read for function in _functions(attribute)]
         found = GlobalReads(self._tracker.codes, own)
-        return PythonState(read, self.written, [*found], [*self._tracker.strangers.values()], grad_mode)
+        strangers = [*self._tracker.strangers.values()]
+        beside = self.beside.unset, self.beside.cached
+        return PythonState(read, self.written, *beside, [*found], strangers, grad_mode)
 
 
 def _functions(attribute: Attribute) -> Iterator[FunctionType]:
@@ -289,7 +282,7 @@ def _for_a_second(value: Any, depends_on_data: Callable[[Any], bool]) -> Any:
     containers."""
 
     def stand_in(leaf: Any) -> Any:
-        return _STAND_INS[type(leaf)] if _symbolic(leaf) and (leaf is not value or depends_on_data(leaf)) else leaf
+        return STAND_INS[type(leaf)] if _symbolic(leaf) and (leaf is not value or depends_on_data(leaf)) else leaf
 
     found = pytree.tree_map(stand_in, content(value))
     # A container is emptied when it is put back.
@@ -372,7 +365,7 @@ def _tensors_held(model: nn.Module) -> Iterator[tuple[str, str, list[Tensor]]]:
     for held, name, value in _holders(model):
         found, nearest = list[Tensor](), [value]
         for _ in range(_DEPTH + 1):
-            new = {id(item): item for item in nearest if id(item) not in seen and not isinstance(item, _PLAIN)}
+            new = {id(item): item for item in nearest if id(item) not in seen and not isinstance(item, PLAIN)}
             seen.update(new)
             found += [item for item in new.values() if isinstance(item, Tensor)]
             others = [item for item in new.values() if not isinstance(item, (Tensor, nn.Module))]

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PartOfBatchError, PythonState
-from .attributes import Carried, assigned, carries_number, is_plain, refuse_changed_tensors
+from .attributes import Carried, assigned, carries_number, refuse_changed_tensors
 from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
 from .computation import compute_the_same
@@ -24,13 +24,16 @@ from .dense import refuse_state_not_dense
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
 from .handed_back import Given, Put, hand_back
+from .left import found_beside
 from .limits import Limit
 from .lower import Lowered, can_be_groups, is_tried, lower
 from .operands import mutated_arguments
 from .ops import aliased_arguments
 from .options import NO_OPTIONS, CaptureOptions
 from .outputs import only_asked
+from .plain import is_plain
 from .row_conditions import RowCondition, first_other, other_rows
+from .rows_of_batch import trace_for_batch
 from .sample import Sample
 from .source import Place
 from .told import ToldRowWise
@@ -266,9 +269,7 @@ def capture_sample(
         def once() -> _Attempt:
             own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
             own = replace(own, as_untraced=whole.as_untraced)
-            traced = tracing(sample, leaves, own, outputs)
-            if not answers.part_of_batch and first_other(traced.row_conditions, tried_rows) is not None:
-                traced = tracing(sample, leaves, replace(own, by_multiples=True), outputs)
+            traced = trace_for_batch(lambda own: tracing(sample, leaves, own, outputs), own, tried_rows)
             _refuse_other_rows(traced, tried_rows, answers)
             _refuse_changed_params(traced)
             refuse_changed_tensors(model, traced.gm)
@@ -401,15 +402,17 @@ def _as_later_calls(first: _Attempt, once: Callable[[], _Attempt]) -> _Attempt:
     if new_tree is None and not found.carried and not found.beside:
         return first
     with nullcontext() if new_tree is None else new_tree.adopted(found.left):
-        with assigned([*found.carried, *found.beside]):
+        with assigned(found.carried), found_beside(found.beside):
             second = once()
         same = compute_the_same(first[2].graph, second[2].graph)
         if found.carried:
             _refuse_counting(found, second[0], same=same or new_tree is not None)
         elif found.beside and not same and new_tree is None:
-            raise carries_number(found.beside[0][0])
+            raise found.beside[0].refusal()
         if new_tree is not None and not (same and new_tree.is_like(second[0].new_tree)):
             raise new_tree.refusal()
+        # Of what was there before, the first one tells.
+        second[0].python_state = replace(second[0].python_state, unset=found.python_state.unset)
     # What this one has read is what later calls will read: the sub-modules that are there now.
     return first if new_tree is None else second
 

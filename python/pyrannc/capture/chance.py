@@ -23,6 +23,7 @@ from torch import nn
 
 from pyrannc.errors import CaptureError
 
+from .bound import bound_to
 from .source import Place, SourceTracker, belongs_to_user
 from .torch_internals.devices import generator_address
 from .torch_internals.patching import PatchPoint
@@ -121,7 +122,7 @@ def _draws() -> Iterator[tuple[str, PatchPoint]]:
     """The functions that draw from the generators of Python and NumPy."""
     for title, module, generator in _modules():
         for name, item in list(vars(module).items()):
-            if getattr(item, "__self__", None) is generator and name not in _NO_DRAWS:
+            if bound_to(item) is generator and name not in _NO_DRAWS:
                 yield title, PatchPoint(module, name)
 
 
@@ -188,7 +189,7 @@ class OtherGenerators:
             (f"the generator {name}", value)
             for name, found in itertools.chain(_attributes(model), _variables(model))
             for item in (found, *itertools.islice(_inside(found), _MOST_ITEMS))
-            if is_generator(value := getattr(item, "__self__", item))
+            if is_generator(value := item if (owner := bound_to(item)) is None else owner)
         ]
 
     def _held_states(self) -> list[tuple[str, bytes]]:

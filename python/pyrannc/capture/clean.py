@@ -13,12 +13,12 @@ from torch import fx
 from pyrannc.errors import CaptureError
 
 from .autocast import OF_ONE_OP, join_casts
+from .copied_input import copy_input
 from .data_dependent import keep_together
 from .dims import Dim
-from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts
+from .facts import FACTS, GRAD_ENABLED, PLACE
 from .functional import replace_in_place_ops
 from .layouts import pin_layouts
-from .leaf import Apart
 from .lookups import join_lookups
 from .mean_losses import divide_mean_losses
 from .merged_rows import keep_rows_apart
@@ -73,8 +73,8 @@ def clean(trace: Trace, *, apart: bool = False) -> CleanGraph:
     cleaned = CleanGraph(gm=LazyGraphModule(torch.nn.Module(), fx.Graph()))
     for run in PASSES:
         run(trace, cleaned)
-    if apart:
-        _copy_input(trace, cleaned)
+    copied = copy_input(cleaned.gm.graph, cleaned.inputs, trace.reader) if apart else None
+    cleaned.ops[:0] = [] if copied is None else [copied]
     # Making a GraphModule keeps the graph's nodes, so the lists of nodes stay valid.
     cleaned.gm = LazyGraphModule(cleaned.gm, cleaned.gm.graph, class_name="Captured")
     return cleaned
@@ -144,27 +144,6 @@ def _outputs_again(cleaned: CleanGraph) -> None:
     results: Any = cleaned.gm.graph.output_node().args[0]
     cleaned.outputs = list(results[: len(cleaned.outputs)])
     cleaned.updates = dict(zip(cleaned.updates, results[len(cleaned.outputs) :], strict=True))
-
-
-def _copy_input(trace: Trace, cleaned: CleanGraph) -> None:
-    """The first input with rows that is used, by an Op that nothing is known of but that it keeps rows apart."""
-    for node in cleaned.inputs:
-        tensor = node.meta["val"]
-        extent = trace.reader.read(tensor.shape[0]) if tensor.dim() else None
-        users = [user for user in node.users if user.op != "output"]
-        if extent is None or not extent.per_row or not users:
-            continue
-        graph = cleaned.gm.graph
-        with graph.inserting_before(next(other for other in graph.nodes if other.op != "placeholder")):
-            copied = graph.call_function(Apart(), (node,))
-        # What was traced as a view of the input is one of the copy.
-        facts = node.meta.get(FACTS, {}).get(None) or TensorFacts(True, None)
-        copied.meta = {"val": tensor, FACTS: {None: facts}}
-        node.meta[FACTS] = {None: facts._replace(storage=None)}
-        for user in users:
-            user.replace_input_with(node, copied)
-        cleaned.ops.insert(0, copied)
-        return
 
 
 def _is_for_trace_only(node: fx.Node) -> bool:

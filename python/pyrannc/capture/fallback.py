@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrannc.errors import RaNNCError
+
 from .autocast import CastsAsOps, region_of_one_op
 from .dims import AffineReader
+from .even_parts import by_sizes
 from .oracle import Oracle, real_execution
 from .source import Place, SourceTracker
 from .torch_internals.fakes import DynamicOutputShapeException, FakeTensorMode, UnsupportedOperatorException
@@ -66,10 +69,11 @@ def argument_of(item: Any, tracer: Any) -> Any:
 
 @dataclass(frozen=True)
 class TwoSizes:
-    """Results of a call for the sample, and for one row more if it could be given one."""
+    """Results of a call for the sample, and for some rows more if it could be given such: one, if it takes that."""
 
     first: Any
     second: Any
+    more: int = 1
 
 
 class BatchSizes:
@@ -87,7 +91,7 @@ class BatchSizes:
         fakes: Sequence[Any],
         again: Callable[[int], Sequence[Any]] | None = None,
     ) -> TwoSizes:
-        """What ``run`` gives for the samples, and for one row more if they can be given one.
+        """What ``run`` gives for the samples, and for some rows more if they can be given such.
 
         Args:
             again: makes the samples anew for so many rows more, where some cannot be given any by themselves.
@@ -97,15 +101,37 @@ class BatchSizes:
         """
         first = run(reals)
         try:
-            longer, longest = (self._all_longer(reals, fakes, more, again) for more in (1, 3))
+            return self._with_more(run, first, 1, reals, fakes, again)
+        except (RaNNCError, UnstableError):
+            raise
+        except Exception as error:
+            # It may take even numbers of rows only, or the like: what divides the sample's divides twice as many, too.
+            try:
+                return self._with_more(run, first, self.rows, reals, fakes, again)
+            except UnstableError:
+                raise
+            except Exception:
+                raise error from error.__cause__
+
+    def _with_more(
+        self,
+        run: Callable[[Sequence[Any]], Any],
+        first: Any,
+        step: int,
+        reals: Sequence[Any],
+        fakes: Sequence[Any],
+        again: Callable[[int], Sequence[Any]] | None,
+    ) -> TwoSizes:
+        try:
+            longer, longest = (self._all_longer(reals, fakes, more, again) for more in (step, 3 * step))
         except LookupError:
             return TwoSizes(first, None)
         if self.symbol_size is None or all(new is old for new, old in zip(longer, reals, strict=True)):
             return TwoSizes(first, first)
-        made = TwoSizes(first, run(longer))
+        made = TwoSizes(first, run(longer), step)
         flipped = [self._flipped(real, fake) for real, fake in zip(reals, fakes, strict=True)]
-        for more, inputs in ((0, flipped), (3, longest)):
-            _refuse_unstable(made, run(inputs), more)
+        for steps, inputs in ((0, flipped), (3, longest)):
+            _refuse_unstable(made, run(inputs), steps)
         return made
 
     def _all_longer(
@@ -223,14 +249,16 @@ class BatchSizes:
             if made.second is None:
                 return tuple(self.fake_like(real, device, grad) for real, grad in zip(first, wants, strict=True))
             return tuple(
-                self._between(*pair, device=device, requires_grad=grad)
-                for *pair, grad in zip(first, second, wants, strict=True)
+                self._between(one, other, made.more, device=device, requires_grad=grad)
+                for one, other, grad in zip(first, second, wants, strict=True)
             )
 
-    def _between(self, first: Tensor, second: Tensor, *, device: torch.device, requires_grad: bool) -> Tensor:
+    def _between(
+        self, first: Tensor, second: Tensor, more: int, *, device: torch.device, requires_grad: bool
+    ) -> Tensor:
         shape: list[Any] = []
         for size, other in zip(first.shape, second.shape, strict=True):
-            per_row = other - size
+            per_row = (other - size) // more
             if self.symbol_size is None or not per_row:
                 shape.append(size)
             else:
@@ -260,7 +288,8 @@ class UnstableError(ValueError):
     """Shapes of results depend on data."""
 
 
-def _refuse_unstable(made: TwoSizes, again: Any, more: int) -> None:
+def _refuse_unstable(made: TwoSizes, again: Any, steps: int) -> None:
+    """``again``: what as many rows more as ``steps`` times those of the second size have given."""
     first, second, third = (_shapes(result) for result in (made.first, made.second, again))
     if not len(first) == len(second) == len(third):
         raise UnstableError("the number of its results depends on data")
@@ -268,8 +297,10 @@ def _refuse_unstable(made: TwoSizes, again: Any, more: int) -> None:
         if not len(one) == len(two) == len(other):
             raise UnstableError("the number of dimensions of a result depends on data")
         sizes = zip(one, two, other, strict=True)
-        if any(size + more * (next_size - size) != found for size, next_size, found in sizes):
+        if any(size + steps * (next_size - size) != found for size, next_size, found in sizes):
             raise UnstableError(f"a result's shape depends on data: {one}, for other rows {other}")
+        if any((next_size - size) % made.more for size, next_size in zip(one, two, strict=True)):
+            raise UnstableError(f"a result has no whole number of elements for each row: {one}, for more rows {two}")
 
 
 def _shapes(result: Any) -> list[tuple[int, ...]]:
@@ -303,6 +334,7 @@ class OperatorFallbacks:
                 func, kwargs = _WITHOUT_GENERATOR[func], {n: item for n, item in kwargs.items() if n != "generator"}
             if func is _REPEAT:
                 kwargs = {name: item for name, item in kwargs.items() if name != "output_size"}
+            func, args, kwargs = by_sizes(func, args, kwargs, self._sizes.reader)
             if func in _RECURRENT:
                 return self._recurrent(proxy_mode.tracer, func, args, kwargs)
             number = self._constant(proxy_mode.tracer, *args) if func is _READ_NUMBER else None

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .absent import Absent
-from .attributes import is_plain
 from .containers import content, fill
 from .members import fill_members, has_members, members
+from .plain import same
 from .row_lists import RowList
 from .torch_internals.symbols import SYMBOLIC
 from .torch_internals.tensors import pytree
@@ -145,15 +145,9 @@ def _fill(holder: Any, contents: dict[Hashable, Any]) -> None:
 
 
 def _put(path: Path, before: dict[Hashable, Any], now: dict[Hashable, Any]) -> Put | None:
-    names = [name for name, value in now.items() if name not in before or not _same(before[name], value)]
+    names = [name for name, value in now.items() if name not in before or not same(before[name], value)]
     gone = [name for name in before if name not in now]
     return Put(path, tuple(names), tuple(gone)) if names or gone else None
-
-
-def _same(before: Any, now: Any) -> bool:
-    if before is now:
-        return True
-    return type(before) is type(now) and is_plain(before) and is_plain(now) and bool(before == now)
 
 
 def _at(arguments: Any, path: Path) -> Any:

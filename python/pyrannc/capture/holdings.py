@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from .bound import bound_to
 from .source import PACKAGES, belongs_to_user
 from .torch_internals.tensors import version
 
@@ -102,7 +103,7 @@ def _inside(value: Any) -> list[Any]:
         slots = [name for kind in type(value).__mro__ for name, _ in slots_of(kind)]
         own = [getattr(value, name) for name in slots if hasattr(value, name)]
         return [type(value), *getattr(value, "__dict__", {}).values(), *own]
-    return [getattr(value, "__self__", None)]
+    return [bound_to(value)]
 
 
 def slots_of(kind: type) -> Iterator[tuple[str, Any]]:
@@ -204,7 +205,7 @@ def _of_function(function: FunctionType) -> list[Any]:
     cells = cells_of(function)
     if not is_own(function.__code__.co_filename):
         return cells
-    names = set(_names(function.__code__))
+    names = set(names_in(function.__code__))
     found = [value for name, value in function.__globals__.items() if name in names]
     modules = [item for item in found if isinstance(item, ModuleType) and is_own(getattr(item, "__file__", None))]
     # Of modules, what the function names.
@@ -213,19 +214,21 @@ def _of_function(function: FunctionType) -> list[Any]:
     return [*cells, *rest, *(item for item in found if not isinstance(item, ModuleType))]
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """Global variables and attributes that code names, with that of functions made in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def cells_of(function: FunctionType) -> list[Any]:
     """What a function has from the function that it is made in."""
-    return [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    return [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
 
 
-def _is_filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
+    """True for a variable of an outer function that has a value."""
     try:
         return cell.cell_contents is not cell
     except ValueError:

@@ -154,9 +154,10 @@ class WholeCall:
         every = self._module.named_parameters(remove_duplicate=False)
         return {**dict(every), **dict(self._module.named_buffers(remove_duplicate=False))}
 
-    def _untraceable(self, what: str) -> UntraceableError:
+    def _untraceable(self, what: str, rows: int = 0) -> UntraceableError:
+        """``rows``: it was tried with so many, where their number may be why."""
         message = f"{self._part} cannot stay whole: {what}"
-        return UntraceableError(message, Place(self._part.path), what, part=self._part)
+        return UntraceableError(message, Place(self._part.path), what, part=self._part, rows=rows)
 
     def _run(
         self,
@@ -269,7 +270,7 @@ class WholeCall:
         if fault and shared is None and (shared := self._shared(run.outputs)) is not None:
             return self._tried(names, current, inputs, structure, tracer, shared)
         if fault:
-            raise self._untraceable(fault) from cause
+            raise self._untraceable(fault, 0 if cause is None else self._trials.sizes.rows) from cause
         tried = run.shown(made)
         if has_row_lists(structure.rebuild(inputs)):
             # Extents in lists of rows are no numbers to make up: the whole batch shows what it can.

@@ -26,7 +26,7 @@ from .dims import symbols_in
 from .facts import memory
 from .operands import written_memory
 from .questions import question
-from .row_conditions import ROWS, RowCondition
+from .row_conditions import ROWS, RowCondition, is_of_many
 from .source import Place, SourceTracker
 from .torch_internals.fakes import FakeTensor, known_data, unset_fake_temporarily
 from .torch_internals.operators import OpOverload, schema
@@ -524,6 +524,8 @@ class BatchShapeEnv(ShapeQuestions):
     oracle: Oracle | None = None
     tracker: SourceTracker | None = None
     batch_symbol: sympy.Symbol | None = None
+    batch_rows: int = 0
+    """How many rows it stands for in the sample."""
     lengths: frozenset[sympy.Symbol] = frozenset()
     """What stands for other numbers than that of the rows."""
     needs_length: Place | None = None
@@ -568,7 +570,10 @@ class BatchShapeEnv(ShapeQuestions):
         if self.batch_symbol is None or not (is_number or self.is_fixed(self.batch_symbol)):
             self._note_condition(expr, answer)
             return
-        place = self.tracker.here() if self.tracker is not None else Place("")
+        if not self.is_fixed(self.batch_symbol) and is_of_many(expr, self.batch_symbol, self.batch_rows, answer):
+            self._note_number(expr, answer)
+            return
+        place = self._here()
         cause = (
             f"it needs the number of rows as a Python number ({expr}); `int(x.shape[0])` is one, `x.shape[0]` is not"
         )
@@ -578,7 +583,18 @@ class BatchShapeEnv(ShapeQuestions):
             "number of rows: replace the Python number, such as `int(x.shape[0])`, by `x.shape[0]` or -1, and a "
             "Python loop over the rows by a tensor operation."
         )
-        raise UntraceableError(message, place, cause, needs_rows=True)
+        # With other rows it may be a number that many have in common.
+        rows = 0 if self.is_fixed(self.batch_symbol) else self.batch_rows
+        raise UntraceableError(message, place, cause, needs_rows=True, rows=rows)
+
+    def _note_number(self, expr: sympy.Basic, answer: sympy.Basic) -> None:
+        """Notes a number that many batches have in common, such as that of the halves of one."""
+        self._known_guards = len(self.guards)
+        asked = sympy.Eq(expr.xreplace({self.batch_symbol: ROWS}), answer)
+        self.row_conditions[asked] = RowCondition(asked, True, self._here())
+
+    def _here(self) -> Place:
+        return self.tracker.here() if self.tracker is not None else Place("")
 
     def _note_condition(self, expr: sympy.Basic, answer: sympy.Basic) -> None:
         rests_on_rows = len(self.guards) > self._known_guards
@@ -595,5 +611,4 @@ class BatchShapeEnv(ShapeQuestions):
         # Whether extents are equal, which they may be by chance, operators ask to no end that results would show.
         shapes = (rests_on_rows or asked in self._by_kernel) and not isinstance(expr, (sympy.Eq, sympy.Ne))
         if shapes or (not operator and is_a_branch()):
-            place = self.tracker.here() if self.tracker is not None else Place("")
-            self.row_conditions[asked] = RowCondition(asked, bool(answer), place)
+            self.row_conditions[asked] = RowCondition(asked, bool(answer), self._here())

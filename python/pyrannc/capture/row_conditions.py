@@ -17,6 +17,10 @@ ROWS = sympy.Symbol("rows", integer=True, positive=True)
 """Stands for their number in what is asked."""
 
 
+_TIMES = (2, 3, 7, 1009)
+"""Multiples that stand for all."""
+
+
 class OtherRowsError(CaptureError):
     """The forward goes by the number of rows, and the batch answers otherwise than what was traced."""
 
@@ -37,7 +41,7 @@ class RowCondition:
 
     def holds(self, rows: int) -> bool:
         """True when a batch of so many rows has the same answer."""
-        return _answer(self.asked, rows) == self.answer
+        return _answer(self.asked, rows) is self.answer
 
     def with_lengths(self, bound: Mapping[Any, Any]) -> RowCondition:
         """The same with numbers in the place of symbols for lengths."""
@@ -47,9 +51,25 @@ class RowCondition:
         return f"{self.asked} ({'yes' if self.answer else 'no'})"
 
 
+def is_of_many(number: sympy.Basic, symbol: sympy.Symbol, rows: int, value: sympy.Basic) -> bool:
+    """True for a number computed from that of the rows that has one value for any multiple of so many rows.
+
+    Args:
+        number: an expression in ``symbol`` alone, which stands for the rows.
+        value: what it is for so many.
+    """
+    if number.free_symbols != {symbol}:
+        return False
+    return all(number.xreplace({symbol: sympy.Integer(rows * times)}) == value for times in _TIMES)
+
+
 @lru_cache(4096)
-def _answer(asked: sympy.Basic, rows: int) -> bool:
-    return bool(asked.xreplace({ROWS: sympy.Integer(rows)}))
+def _answer(asked: sympy.Basic, rows: int) -> bool | None:
+    """None for so many rows that it cannot be asked, as of what a number of rows below two leaves of their half."""
+    try:
+        return bool(asked.xreplace({ROWS: sympy.Integer(rows)}))
+    except ZeroDivisionError:
+        return None
 
 
 def first_other(conditions: Iterable[RowCondition], rows: int) -> RowCondition | None:

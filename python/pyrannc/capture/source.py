@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .bound import bound_to
 from .torch_internals.patching import MODULE_CALL
 
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
@@ -255,7 +256,7 @@ class SourceTracker:
             return Part(self._names[id(owner)], method=code.co_name) if known else None
         held = caller.f_globals.get(code.co_name)
         # What stays whole stands there while it is tried.
-        held = getattr(getattr(held, "__self__", None), "original", held)
+        held = getattr(bound_to(held), "original", held)
         module = caller.f_globals.get("__name__")
         known = getattr(held, "__code__", None) is code and isinstance(module, str) and module in sys.modules
         return Part("", function=(str(module), code.co_name)) if known else None

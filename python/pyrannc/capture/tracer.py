@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -37,6 +38,7 @@ from .inner_graph import refuse_lost
 from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import Lacking, without_guard
 from .leaf import captured_tensor_hooks, opaque_autograd_functions, traced_data
+from .left import Beside
 from .limits import Limit, take_limits
 from .new_tree import Left, NewTree, Tree
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
@@ -65,6 +67,10 @@ from .unknown_lists import refuse_unknown_lists
 from .untraceable import UntraceableError
 
 _ERROR_LINES = 4
+OF_ALL_RANKS = (
+    "Where it takes some numbers of rows only, such as even ones, let all ranks together bring such a number: pad the "
+    "batch, or leave out rows, before the call"
+)
 _LEN = PatchPoint(builtins, "len")
 
 
@@ -104,7 +110,7 @@ class Trace:
         output: the structure of the result, and of what the call puts into its arguments.
         puts: where it puts that.
         needs_length: where an extent that is a symbol besides the rows had to be a number.
-        beside: what it changes for later calls in objects that sub-modules hold.
+        beside: what it leaves for later calls elsewhere than in attributes of sub-modules.
         left: plain values that the call sets attributes to.
         new_tree: the sub-modules that it leaves, where they are others than before.
         limits: what it sets to parameters, which is not in the trace.
@@ -126,7 +132,7 @@ class Trace:
     assumptions: list[Assumption]
     python_state: PythonState
     carried: list[Carried]
-    beside: list[Carried]
+    beside: list[Beside]
     left: list[Left]
     new_tree: NewTree | None
     along_rows: Place | None
@@ -177,7 +183,9 @@ def trace(
             raise
         place = session.tracker.failure or Place("")
         cause = f"{type(error).__name__}: {_first_lines(error)}"
-        failure = UntraceableError(f"{place} cannot be captured: {cause}", place, cause, raised=True)
+        failure = UntraceableError(
+            f"{place} cannot be captured: {session.told(cause)}", place, cause, raised=True, rows=session.rows_of(cause)
+        )
         failure.functions = session.tracker.functions
         raise failure from error
 
@@ -209,7 +217,7 @@ class Session:
         fixed = [size for tensor in (*self.params.tensors, *self.buffers.tensors) for size in tensor.shape]
         for tensor, count in zip(self.inputs, per_row, strict=True):
             fixed += tensor.shape[1:] if count else tensor.shape
-        self.trace_rows = _trace_rows(rows, fixed, {1, *per_row}, by_multiples=answers.by_multiples)
+        self.trace_rows = _trace_rows(rows, fixed, {1, *per_row}, multiple_of=answers.multiple_of)
         self.real_inputs = [
             _with_rows(tensor, rows, self.trace_rows, count) if count else tensor
             for tensor, count in zip(_distinct(self.inputs), per_row, strict=True)
@@ -233,6 +241,7 @@ class Session:
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
+        self.symbol: sympy.Expr | None = None
         self.mode = TraceMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
         self.leaf_paths = list(leaf_modules)
         self.leaf_paths += [path for path in scripted_modules(model) if not _inside(path, leaf_modules)]
@@ -252,7 +261,7 @@ class Session:
     def run(self) -> Trace:
         """Traces the call."""
         fake_params, fake_buffers, fake_inputs = self.fakes()
-        self.shape_env.batch_symbol = self.symbol
+        self.shape_env.batch_symbol, self.shape_env.batch_rows = self.symbol, self.trace_rows
         self.shape_env.lengths = symbols_in(fake_inputs) - {self.symbol}
         recorder = FactRecorder(self.tracker)
         call = _TracedCall(self, recorder)
@@ -278,7 +287,7 @@ class Session:
             assumptions=self.oracle.assumptions,
             python_state=self.attributes.state(self.grad_mode.enabled if self.grad_mode.asked else None),
             carried=self.attributes.carried,
-            beside=self.attributes.beside,
+            beside=self.attributes.beside.left,
             left=self.attributes.left,
             new_tree=call.new_tree,
             along_rows=call.along_rows,
@@ -290,6 +299,20 @@ class Session:
         """What stays whole."""
         trials = Trials(self.oracle, self.mode, self.sizes, self.apart)
         return [whole_call(self.sample.model, Part.of(text), trials) for text in self.leaf_paths]
+
+    def rows_of(self, cause: str) -> int:
+        """How many rows were traced, where their number may be why that has failed; 0 elsewhere."""
+        asked = bool(self.shape_env.row_conditions) or self._names_rows(cause)
+        return self.trace_rows if asked else 0
+
+    def told(self, cause: str) -> str:
+        """A cause, and what to do where it is about the number of rows."""
+        if not self._names_rows(cause):
+            return cause
+        return f"{cause}, where {self.symbol} is the number of rows. {OF_ALL_RANKS}"
+
+    def _names_rows(self, cause: str) -> bool:
+        return self.symbol is not None and re.search(rf"\b{self.symbol}\b", cause) is not None
 
     def _fake(self, name: str, tensor: Tensor, per_row: int, free: Collection[int] = ()) -> Tensor:
         # torch would look at a gradient too, of which ranks may have parts.
@@ -447,10 +470,15 @@ def _lone_slices(params: Sequence[Tensor]) -> set[int]:
     They share a storage with others, but no element.
     """
     real = [param for param in params if not param.is_meta]
-    slices = [param for param in real if param.untyped_storage().nbytes() > param.nbytes and param.is_contiguous()]
+    slices = [param for param in real if param.untyped_storage().nbytes() > param.nbytes and _is_dense(param)]
     spans = sorted((param.data_ptr(), param.data_ptr() + param.nbytes, id(param)) for param in real)
     shared = {key for (_, end, first), (start, _, second) in pairwise(spans) if start < end for key in (first, second)}
     return {id(param) for param in slices} - shared
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True where its elements lie side by side, in whatever order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def _depends_on_data(tensor: Tensor, tracer: Any) -> bool:
@@ -475,13 +503,13 @@ def _has_data(tensor: Tensor) -> bool:
     return tracer is None or _depends_on_data(tensor, tracer)
 
 
-def _trace_rows(rows: int, fixed: Collection[int], per_row: Collection[int], *, by_multiples: bool) -> int:
+def _trace_rows(rows: int, fixed: Collection[int], per_row: Collection[int], *, multiple_of: int) -> int:
     """A batch size to trace with: at least 2, and no fixed extent, so that nothing equals it by chance.
 
     Nor does what tensors have of so many rows.
     """
-    trace_rows = max(rows, 2)
-    step = trace_rows if by_multiples else 1
+    step = multiple_of or 1
+    trace_rows = -(-max(rows, 2) // step) * step
     while any(trace_rows * count in fixed for count in per_row if count):
         trace_rows += step
     return trace_rows

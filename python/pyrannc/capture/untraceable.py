@@ -35,6 +35,7 @@ class UntraceableError(CaptureError):
         may_assume: whether an answer of this batch would do, if every later one gave the same, and who can ask that.
         part: what was to stay whole, and cannot.
         raised: the model's own code, or what it calls, has raised an error.
+        rows: with so many it was traced, where their number may be why it fails; 0 elsewhere.
         functions: of the user that were running there, the innermost first, up to the forward of the sub-module.
     """
 
@@ -48,6 +49,7 @@ class UntraceableError(CaptureError):
         may_assume: Assumes = Assumes.NOTHING,
         part: Part | None = None,
         raised: bool = False,
+        rows: int = 0,
     ) -> None:
         super().__init__(message)
         self.place = place
@@ -56,6 +58,7 @@ class UntraceableError(CaptureError):
         self.may_assume = may_assume
         self.part = part
         self.raised = raised
+        self.rows = rows
         self.functions: tuple[Part, ...] = ()
 
 
@@ -121,6 +124,11 @@ class WholeModules:
                 # Later ones may come of what was tried because of it.
                 first = error if first is None or error.part is None else first
                 self._add(model, error, first)
+            except CaptureError as error:
+                if first is None or type(error) is not CaptureError:
+                    raise
+                # It comes of what was tried, and not of the model alone.
+                raise CaptureError(f"{first}\nLast tried: {error}") from error
         return attempt(self.paths)
 
     def _add(self, model: nn.Module, error: UntraceableError, first: UntraceableError) -> None:

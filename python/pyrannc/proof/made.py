@@ -74,14 +74,25 @@ class FewRows:
         self._backward = backward
         self._on_device: dict[str, tuple[Tensor, int]] = {}
 
+    def by_second_call(self) -> Made:
+        """By the user's code, in a call that finds in Python what another one has left there."""
+        with AttributeLog(self._model, SourceTracker(self._model)).restoring():
+            self.by_model(restores=False)
+            return self.by_model()
+
     def by_model(
-        self, *, nudged: float | None = None, heard: Callable[[str, list[Tensor]], None] | None = None
+        self,
+        *,
+        nudged: float | None = None,
+        heard: Callable[[str, list[Tensor]], None] | None = None,
+        restores: bool = True,
     ) -> Made:
         """By the user's code.
 
         Args:
             nudged: parameters are other ones by that share of them, or by a rounding if that is more.
             heard: takes the path of each sub-module that has run, and its results.
+            restores: leaves in Python what was there before.
         """
         captured, facts = self._variant.whole.captured, self._variant.whole.facts
         state = self._state(nudged=nudged)
@@ -100,7 +111,7 @@ class FewRows:
                 return dict(zip(facts.outputs, captured.tensors_of(result, given), strict=True))
 
         # A checkpoint runs it again in the backward.
-        return self._made(call, state, lambda: every, reparametrized(self._model, every))
+        return self._made(call, state, lambda: every, reparametrized(self._model, every), restores=restores)
 
     def by_graph(self, *, values: Sequence[int] = ()) -> Made:
         """By the captured Graph, uncut, which draws as torch does.
@@ -171,13 +182,15 @@ class FewRows:
         state: Mapping[str, Tensor],
         after: Callable[[], Mapping[str, Tensor]],
         within: AbstractContextManager[None],
+        *,
+        restores: bool = True,
     ) -> Made:
         facts, gradients = self._variant.whole.facts, dict[str, Tensor]()
         names = [buffer.name for buffer in facts.buffers]
         # Parts that stay whole in the Graph are the user's code, too.
         attributes = AttributeLog(self._model, SourceTracker(self._model))
         with (
-            attributes.restoring(),
+            attributes.restoring() if restores else nullcontext(),
             same_chance(self._device),
             _same_kernels(),
             torch.set_grad_enabled(self._backward),

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from pyrannc.call.variant import Variant
 from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture.holders import Name
 from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.left import reads_left
+from pyrannc.capture.source import Place
 from pyrannc.capture.untraceable import has_own_forward
 from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
@@ -161,6 +164,7 @@ def _on_rows(
     try:
         with RefusesLeftBehind():  # type: ignore[no-untyped-call]  # torch has no types for it
             expected = piece.by_model()
+            called = _counts(variant, piece, expected)
     except LeftBehindError as error:
         return refusal(error)
     except CaptureError as error:
@@ -169,6 +173,8 @@ def _on_rows(
         return Comparison(why_not=f"the model does not run on {rows} rows alone: {_line(error)}")
     finally:
         give_back(device)
+    if called is not None:
+        return reads_left(Place(""), str(called))
     try:
         made = piece.by_graph()
     except torch.OutOfMemoryError:
@@ -189,6 +195,19 @@ def _on_rows(
             return Comparison(why_not=why)
         return _refusal(model, variant, piece, worst[0], rows, allowed)
     return Comparison(rows=rows, with_gradients=backward)
+
+
+def _counts(variant: Variant, piece: FewRows, expected: Made) -> Name | None:
+    """Where a call keeps a tensor on whose account the next one computes something else, if it does."""
+    cached = variant.whole.captured.python_state.cached
+    kind = _computed_in(variant)
+    if not cached:
+        return None
+    allowed = 0.0 if kind is None else ALLOWED[kind]
+    worst = next((item for item in differences(piece.by_second_call(), expected) if item.size > allowed), None)
+    if worst is None or _size_of(piece.by_model(), expected, worst) * _ROUNDING > worst.size:
+        return None
+    return cached[0]
 
 
 def _same_answers(variant: Variant, tensors: Sequence[Tensor]) -> bool:

@@ -43,6 +43,64 @@ def number_in_dict_changed(job: Job) -> None:
     learn_around(job, Returns(net, F.mse_loss), lambda model: net.options.update(shift=1.0))
 
 
+@equal()
+def number_of_another_type(job: Job) -> None:
+    """A number is changed to an equal one of another type, also in a dict: `net.power = 1.0`, where it was `1`."""
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.power: float = 1
+            self.options: dict[str, Any] = {"shifts": [True]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x) * (2 if isinstance(self.power, int) else 3)
+            shifted: Tensor = y + 1 if self.options["shifts"][0] is True else y
+            return shifted
+
+    net = Net()
+    learn_around(job, Returns(net, F.mse_loss), lambda model: setattr(net, "power", 1.0))
+    net = Net()
+    learn_around(job, Returns(net, F.mse_loss), lambda model: net.options.update(shifts=[1]))
+
+
+@equal()
+def number_in_own_dict(job: Job) -> None:
+    """A forward reads `self.__dict__.get("scale", 1.0)` and `vars(self)`; the script sets attributes later."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x) * self.__dict__.get("scale", 1.0) + vars(self).get("shift", 0.0)
+            return y
+
+    net = Net()
+    learn_around(job, Returns(net, F.mse_loss), lambda model: setattr(net, "scale", 0.5))
+    net = Net()
+    net.shift = 0.5  # type: ignore[assignment]  # a module has whatever a script sets
+    learn_around(job, Returns(net, F.mse_loss), lambda model: setattr(net, "shift", 1.0))
+
+
+class _Settings(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+@equal()
+def dict_with_attributes(job: Job) -> None:
+    """A configuration is a dict whose items are its attributes: `__getattr__ = dict.__getitem__`."""
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = _Settings(scale=1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x) * self.settings.scale
+            return y
+
+    net = Net()
+    learn_around(job, Returns(net, F.mse_loss), lambda model: net.settings.update(scale=0.5))
+
+
 class _Told:
     """What a model is told of one of its parts."""
 

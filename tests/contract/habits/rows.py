@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -139,15 +140,119 @@ def list_of_tensors_with_rows(job: Job) -> None:
         job.gradients(model)
 
 
+def _parts_of_one(rows: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Inputs and targets that are parts of one tensor."""
+    x, target = torch.randn(2, rows, WIDTH, generator=generator)
+    return x, target
+
+
 @equal()
 def inputs_of_one_tensor(job: Job) -> None:
     """Inputs and targets are parts of one tensor: `x, target = both`."""
 
-    def data(rows: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        x, target = torch.randn(2, rows, WIDTH, generator=generator)
-        return x, target
+    fit(job, Returns(Chain(), lambda y, target: F.mse_loss(y.flatten(), target.flatten())), _parts_of_one)
 
-    fit(job, Returns(Chain(), lambda y, target: F.mse_loss(y.flatten(), target.flatten())), data)
+
+class _Joined(nn.Module):
+    """Runs several batches of the same extent as one, and takes them apart again by ``apart``."""
+
+    def __init__(self, apart: Callable[[Tensor, int], Sequence[Tensor]]) -> None:
+        super().__init__()
+        self.chain = Chain()
+        self.apart = apart
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        y = self.chain(torch.cat([x, target, x - target]))
+        anchor, near, far = self.apart(y, len(x))
+        return F.mse_loss(anchor, near) + F.relu(1.0 - (anchor - far).square().mean(1)).mean()
+
+
+@equal()
+def batches_joined_and_taken_apart(job: Job) -> None:
+    """Anchors, positives and negatives run as one batch: `chunk(3)` of it, or `split(len(x))`."""
+    fit(job, _Joined(lambda y, rows: y.chunk(3)), pairs)
+    fit(job, _Joined(lambda y, rows: y.split(rows)), pairs)
+
+
+@equal(settings=(REPLICAS, Setting((5, 3), 1, 1)))
+def views_of_batches_of_one_tensor(job: Job) -> None:
+    """Parts of one tensor run as one batch, which `view(3, rows, -1)` takes apart, `unbind` or an index."""
+    fit(job, _Joined(lambda y, rows: y.view(3, rows, WIDTH)), _parts_of_one)
+    fit(job, _Joined(lambda y, rows: y.view(3, -1, WIDTH).unbind(0)), _parts_of_one)
+
+
+@equal(settings=(REPLICAS, Setting((5, 3), 1, 1)))
+def rows_repeated_and_averaged(job: Job) -> None:
+    """Each row runs twice: `x.repeat(2, 1)`, and the mean over `view(2, rows, -1)`."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            y = super().forward(x.repeat(2, 1)).view(2, x.shape[0], WIDTH).mean(0)
+            return F.mse_loss(y, target)
+
+    fit(job, Net(), _parts_of_one)
+
+
+class _Centered(Chain):
+    """Takes the mean of each two neighbouring rows off them, and holds what is left against the targets."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        y = super().forward(x).view(-1, 2, WIDTH)
+        return F.mse_loss((y - y.mean(1, keepdim=True)).reshape(-1, WIDTH), target)
+
+
+@equal()
+def pairs_of_neighbouring_rows(job: Job) -> None:
+    """Two neighbouring rows are one item: `y.view(-1, 2, width)`, of which ranks may have one each."""
+    fit(job, _Centered(), pairs)
+
+
+class _CenteredAlone(nn.Module):
+    """Likewise, and decides by what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, y: Tensor) -> Tensor:
+        paired = (y * self.scale).view(-1, 2, WIDTH)
+        paired = paired - paired.mean(1, keepdim=True)
+        if paired.detach().abs().max().item() > 100.0:
+            paired = paired / 100.0
+        return paired.reshape(-1, WIDTH)
+
+
+@warned("'net.1'", instead="the sub-module runs in one piece, on the rows of all ranks")
+def pairs_in_what_stays_whole(job: Job) -> None:
+    """As above, in a sub-module that goes by its own results."""
+    net = nn.Sequential(Chain(), _CenteredAlone(), nn.Linear(WIDTH, WIDTH))
+    fit(job, Returns(net, F.mse_loss), pairs)
+
+
+@equal()
+def halves_of_a_batch(job: Job) -> None:
+    """The first half of the batch is held against the second: `a, b = y.chunk(2)`."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            a, b = super().forward(x).chunk(2)
+            return F.mse_loss(a, b) + F.mse_loss(a, target[: len(a)])
+
+    _train_on(job, Net(), (8, 16, 8))
+
+
+@equal()
+def chosen_beside_rejected(job: Job) -> None:
+    """Rows come in pairs, the chosen one first: `y.reshape(-1, 2 * width)`, and `y[::2]` beside `y[1::2]`."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            y = super().forward(x)
+            chosen, rejected = y.reshape(-1, 2 * WIDTH).chunk(2, dim=1)
+            margin = (chosen - rejected).mean(1) + (y[::2] - target[1::2]).mean(1)
+            return -F.logsigmoid(margin).mean()
+
+    fit(job, Net(), pairs)
 
 
 _PATCHES = 3

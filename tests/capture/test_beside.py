@@ -1,0 +1,240 @@
+"""What a traced call leaves beside the model's attributes: put back, and what stands for it."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyrannc.call.guards import ModuleGuards
+from pyrannc.capture import Captured, capture
+from pyrannc.capture.holders import NOTHING
+from pyrannc.capture.left import Unset, lift
+from pyrannc.errors import CaptureError, RaNNCError
+
+
+class Holder:
+    """Has a slot, too."""
+
+    __slots__ = ("__dict__", "slot")
+    shared: Any = None
+
+    def __init__(self) -> None:
+        self.aux: Any = None
+        self.items: list[Any] = []
+        self.count = 0
+
+
+HOLDER = Holder()
+TABLE: dict[Any, Any] = {}
+LAST: Any = None
+LOOKED_UP: Any = None
+
+
+class Leaves(nn.Module):
+    """Runs a function on itself and the mean of what it computes."""
+
+    def __init__(self, leave: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.leave = leave
+        self.inner = nn.Linear(3, 3)
+        self.holder = Holder()
+        self.space = SimpleNamespace(aux=1)
+        self.nested: dict[str, Any] = {"list": [], "deque": deque([1])}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        self.leave(self, y.mean())
+        return y
+
+
+def captured(model: nn.Module) -> Captured:
+    return capture(model, (torch.randn(4, 3),), {}, device=torch.device("cpu"), rows=4)
+
+
+def put(made: Captured) -> None:
+    for unsets in made.python_state.unset:
+        unsets.put()
+
+
+def last(_: Any, h: Tensor) -> None:
+    global LAST
+    LAST = h
+
+
+def slot(_: Any, h: Tensor) -> None:
+    HOLDER.slot = h
+
+
+def shared(_: Any, h: Tensor) -> None:
+    Holder.shared = h
+
+
+def entry(_: Any, h: Tensor) -> None:
+    TABLE["norms"] = [h, 1]
+
+
+def new_name(net: Any, h: Tensor) -> None:
+    net.space.other = {"h": h}
+
+
+def row(net: Any, h: Tensor) -> None:
+    net.nested["list"].append(h)
+
+
+def turned(net: Any, h: Tensor) -> None:
+    net.nested["deque"].appendleft(h)
+
+
+def default(_: Any, h: Tensor, kept: dict[str, Any] = {}) -> None:  # noqa: B006  # this is the case
+    kept["h"] = h
+
+
+def own(net: Any, h: Tensor) -> None:
+    own.last = h  # type: ignore[attr-defined]  # functions have what is set
+
+
+PLACES: dict[Callable[..., None], tuple[Callable[[Any], Any], Any, str]] = {
+    last: (lambda _: LAST, None, 'global variable "LAST"'),
+    slot: (lambda _: getattr(HOLDER, "slot", NOTHING), NOTHING, 'global variable "HOLDER.slot"'),
+    shared: (lambda _: Holder.shared, None, 'attribute "shared" of class Holder'),
+    entry: (lambda _: TABLE.get("norms", NOTHING), NOTHING, "global variable \"TABLE['norms']\""),
+    new_name: (lambda net: vars(net.space).get("other", NOTHING), NOTHING, 'attribute "space.other" of the model'),
+    row: (lambda net: net.nested["list"][-1:], [], "attribute \"nested['list'][0]\" of the model"),
+    turned: (lambda net: list(net.nested["deque"]), [1], "attribute \"nested['deque'][0]\" of the model"),
+    default: (lambda _: default.__defaults__[0].get("h", NOTHING), NOTHING, "function default"),  # type: ignore[index]
+    own: (lambda _: vars(own).get("last", NOTHING), NOTHING, 'attribute "last" of function own'),
+}
+
+
+@pytest.mark.parametrize("leave", PLACES, ids=lambda leave: leave.__name__)
+def test_what_is_left_is_put_back_and_reading_it_raises(leave: Callable[..., None]) -> None:
+    read, before, called = PLACES[leave]
+    model = Leaves(leave)
+    made = captured(model)
+    assert read(model) == before
+    (unsets,) = made.python_state.unset
+    put(made)
+    now = read(model)
+    stands = next(item for item in (now if isinstance(now, list) else [now]) if isinstance(item, Unset))
+    assert called in str(stands)
+    with pytest.raises(RaNNCError, match="return it from the forward instead"):
+        stands + torch.ones(())
+    put(made)
+    assert len([item for item in unsets.holder.contents().values() if isinstance(item, Unset)]) == 1
+    # A later capture finds what was there.
+    assert captured(model).graph_json == made.graph_json
+    lift(unsets.holder)
+    assert read(model) == before
+
+
+def test_guards_do_not_watch_what_the_forward_sets() -> None:
+    model = Leaves(lambda net, h: (entry(net, h), setattr(net.holder, "aux", h), net.holder.items.append(h)))
+    made = captured(model)
+    put(made)
+    guards = ModuleGuards(model, made.python_state)
+    assert guards.hold()
+    TABLE["norms"] = 0.0
+    assert guards.hold()
+    TABLE.clear()
+    model.holder.items.clear()
+    assert guards.hold()
+    put(made)
+    assert guards.hold()
+    assert isinstance(TABLE["norms"], Unset)
+    TABLE["other"] = 1
+    assert not guards.hold()
+    TABLE.clear()
+    model.holder.count = 1
+    assert not guards.hold()
+
+
+def test_a_function_that_is_looked_up_once_stays() -> None:
+    global LOOKED_UP
+    LOOKED_UP = None
+
+    def look_up(net: Any, h: Tensor) -> None:
+        global LOOKED_UP
+        LOOKED_UP = LOOKED_UP or look_up
+
+    captured(Leaves(look_up))
+    assert LOOKED_UP is look_up
+
+
+def test_tensors_of_sizes_alone_are_put_back_and_named() -> None:
+    TABLE.clear()
+
+    @functools.lru_cache
+    def ramp(width: int) -> Tensor:
+        return torch.arange(width)
+
+    def leave(net: Any, h: Tensor) -> None:
+        TABLE.setdefault(3, torch.arange(3))
+        ramp(3)
+
+    made = captured(Leaves(leave))
+    assert not TABLE
+    assert ramp.cache_info().currsize == 0
+    assert not made.python_state.unset
+    assert [str(name) for name in made.python_state.cached] == [f'global variable "TABLE[3]" of {__name__}']
+
+
+def test_other_objects_keep_what_earlier_calls_of_a_function_have_cached() -> None:
+    @functools.lru_cache
+    def text(width: int) -> str:
+        return str(width)
+
+    captured(Leaves(lambda net, h: text(3)))
+    assert text.cache_info().currsize == 1
+
+
+def reads_before(net: Any, h: Tensor) -> Tensor:
+    before, TABLE["mean"] = TABLE.get("mean"), h
+    return h if before is None else h + before
+
+
+def asks_before(net: Any, h: Tensor) -> Tensor:
+    before, net.holder.aux = net.holder.aux, h
+    return h if before is None else 2 * h
+
+
+def sums_all(net: Any, h: Tensor) -> Tensor:
+    net.holder.items.append(h)
+    return sum(net.holder.items)  # type: ignore[return-value]
+
+
+class Returns(nn.Module):
+    def __init__(self, result: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.result = result
+        self.inner = nn.Linear(3, 3)
+        self.holder = Holder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.result(self, self.inner(x))
+
+
+@pytest.mark.parametrize("result", [reads_before, asks_before, sums_all], ids=lambda result: result.__name__)
+def test_a_forward_that_reads_what_an_earlier_call_has_left_is_refused(result: Any) -> None:
+    TABLE.clear()
+    with pytest.raises(CaptureError, match="reads a tensor that an earlier call of the model has left"):
+        captured(Returns(result))
+    assert not TABLE
+
+
+def counts(net: Any, h: Tensor) -> Tensor:
+    TABLE["calls"] = TABLE.get("calls", 0) + 1
+    return h / TABLE["calls"]
+
+
+def test_a_counter_that_decides_is_refused_and_put_back() -> None:
+    TABLE.clear()
+    with pytest.raises(CaptureError, match=r"counts from call to call: .*TABLE\['calls'\]"):
+        captured(Returns(counts))
+    assert not TABLE
