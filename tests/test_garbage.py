@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,22 +14,23 @@ import pyrannc
 from pyrannc.job.garbage import older_objects_left_alone
 from tests.ranks import RankPool
 
+MANY = 10_000
+"""Python itself freezes some hundreds of objects, a process with torch has many more."""
+
 
 class _Fails(Exception):
     pass
 
 
 def test_only_what_is_made_meanwhile_is_looked_at() -> None:
-    assert gc.get_freeze_count() == 0
-
     def fail() -> None:
         with older_objects_left_alone(torch.device("cpu")):
-            assert gc.get_freeze_count() > 0
+            assert gc.get_freeze_count() > MANY
             raise _Fails
 
     with pytest.raises(_Fails):
         fail()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < MANY
 
 
 def test_what_a_script_has_frozen_stays_so() -> None:
@@ -46,7 +48,7 @@ def test_a_script_without_searches_has_its_way() -> None:
     gc.disable()
     try:
         with older_objects_left_alone(torch.device("cpu")):
-            assert gc.get_freeze_count() == 0
+            assert gc.get_freeze_count() < MANY
     finally:
         gc.enable()
 
@@ -54,27 +56,25 @@ def test_a_script_without_searches_has_its_way() -> None:
 class _Noting(nn.Module):
     """Notes how many objects are left alone whenever it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
+        self.file = file
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        seen.append(gc.get_freeze_count())
+        with self.file.open("a") as file:
+            print(gc.get_freeze_count(), file=file)
         made: torch.Tensor = self.layer(x)
         return made
 
 
-seen: list[int] = []
-
-
-def _called() -> tuple[list[int], int]:
-    module = pyrannc.RaNNCModule(_Noting())
+def _called(file: Path) -> int:
+    module = pyrannc.RaNNCModule(_Noting(file))
     module(torch.ones(2, 4))
-    return seen, gc.get_freeze_count()
+    return gc.get_freeze_count()
 
 
-def test_a_first_call_leaves_older_objects_alone(ranks: Callable[[int], RankPool]) -> None:
-    ((meanwhile, after),) = ranks(1).run(_called)
-    assert meanwhile
-    assert all(meanwhile)
-    assert after == 0
+def test_a_first_call_leaves_older_objects_alone(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    file = tmp_path / "counts"
+    (after,) = ranks(1).run(_called, file)
+    assert min(map(int, file.read_text().split())) > MANY > after

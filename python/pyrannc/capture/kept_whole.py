@@ -211,6 +211,8 @@ class WholeCall:
 
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
             handed = [tensor.clone() if place in changed else tensor for place, tensor in enumerate(tensors)]
+            # An argument that it asks a gradient of, by `x.requires_grad_()`, stays without one outside.
+            handed[len(names) :] = [item if item.requires_grad else item.detach() for item in handed[len(names) :]]
             made, found = self._run(names, structure, handed, trial.output)
             if found != trial.output:
                 raise CaptureError(

@@ -530,10 +530,9 @@ def _tensor_of(node: fx.Node, owner: fx.GraphModule) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.is_meta or isinstance(tensor, FakeTensor):
         called_at = backward_called_at(node)
         if called_at is not None:
-            raise CaptureError(
-                f"{place_of(node)} differentiates inside of the forward (at {called_at}), which cannot be captured "
-                "here; compute this derivative with operators in the forward, or train this model without RaNNC"
-            )
+            cause = f"it differentiates inside of the forward (at {called_at}), which cannot be captured here"
+            advice = "compute this derivative with operators in the forward, or keep what takes it in one piece"
+            raise UntraceableError(f"{place_of(node)}: {cause}; {advice}", place_of(node), cause)
         raise CaptureError(
             f"{place_of(node)} uses a tensor attribute that has no data; make it a buffer or a parameter"
         )

@@ -10,6 +10,9 @@ import torch
 
 from pyrannc.job.device_memory import collect
 
+_FROZEN = 10_000
+"""More objects than Python itself freezes: a script has."""
+
 
 @contextmanager
 def older_objects_left_alone(device: torch.device) -> Iterator[None]:
@@ -19,7 +22,7 @@ def older_objects_left_alone(device: torch.device) -> Iterator[None]:
     hold of a GPU's memory in vain is given back before. A script that has frozen objects, or lets Python look for no
     garbage, has its own way.
     """
-    if not gc.isenabled() or gc.get_freeze_count():
+    if not gc.isenabled() or gc.get_freeze_count() > _FROZEN:
         yield
         return
     collect(device)

@@ -626,6 +626,44 @@ def images_in_a_list_before_batch_norm(job: Job) -> None:
     _detect(job, _Normalised())
 
 
+class _Forces(nn.Module):
+    """Energies of rows, and their derivatives by what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = Chain(3, 1)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        energy = self.energy(x)
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return F.mse_loss(-slope, target) + energy.square().mean()
+
+
+@warned("The whole model", settings=_ONE_STAGE, instead="`allow_uncut=True`: all ranks compute the global batch")
+def forces_in_the_forward(job: Job) -> None:
+    """The forward differentiates energies by positions: `torch.autograd.grad(..., create_graph=True)`."""
+    net = _Forces()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer, allow_uncut=True)
+    for batch in job.batches(pairs):
+        optimizer.zero_grad()
+        loss = model(*batch)
+        job.same("loss", loss)
+        loss.backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+@refused(
+    "CaptureError", "differentiates inside of the forward", "allow_uncut", settings=ONCE, instead="`allow_uncut=True`"
+)
+def forces_in_a_forward_that_is_cut(job: Job) -> None:
+    """The same, without `allow_uncut=True`."""
+    job.wrap(_Forces())(*job.batch(pairs))
+
+
 class _Noisy(_OfSizes):
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
         return super().forward([image + torch.rand(1) for image in images], targets)
