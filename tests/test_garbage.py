@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import pyrannc
+from pyrannc.frozen import all_objects, many_are_frozen
 from pyrannc.job.garbage import older_objects_left_alone
 from tests.ranks import RankPool
 
@@ -42,6 +43,19 @@ def test_what_a_script_has_frozen_stays_so() -> None:
         assert gc.get_freeze_count() == count
     finally:
         gc.unfreeze()
+
+
+def test_what_is_frozen_is_listed() -> None:
+    error = _Fails()
+    gc.freeze()
+    try:
+        assert not any(item is error for item in gc.get_objects())
+        assert any(item is error for item in all_objects())
+        assert many_are_frozen()
+    finally:
+        gc.unfreeze()
+    assert not many_are_frozen()
+    assert any(item is error for item in all_objects())
 
 
 def test_a_script_without_searches_has_its_way() -> None:

@@ -21,10 +21,11 @@ Arrows = Mapping[str, Sequence[str]]
 Edges = dict[str, set[str]]
 
 # What each part imports: what is named here, and what that imports.
-BASE = ("files", "log", "switches")
+BASE = ("files", "frozen", "log", "switches")
 PYTHON: Arrows = {
     "errors": (),
     "files": (),
+    "frozen": (),
     "suggest": (),
     "switches": (),
     "log": ("errors", "suggest"),

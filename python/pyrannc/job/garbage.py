@@ -8,10 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from pyrannc.frozen import many_are_frozen
 from pyrannc.job.device_memory import collect
-
-_FROZEN = 10_000
-"""More objects than Python itself freezes: a script has."""
 
 
 @contextmanager
@@ -22,7 +20,7 @@ def older_objects_left_alone(device: torch.device) -> Iterator[None]:
     hold of a GPU's memory in vain is given back before. A script that has frozen objects, or lets Python look for no
     garbage, has its own way.
     """
-    if not gc.isenabled() or gc.get_freeze_count() > _FROZEN:
+    if not gc.isenabled() or many_are_frozen():
         yield
         return
     collect(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable
 from functools import cache
@@ -15,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyrannc.capture.torch_internals.gradients import any_is_fully_sharded
 from pyrannc.errors import RaNNCError
+from pyrannc.frozen import all_objects
 from pyrannc.job import process
 
 _made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -81,4 +81,4 @@ def _watch_making() -> None:
             _made.add(module)
 
     register_module_module_registration_hook(note)
-    _made.update(item for item in gc.get_objects() if issubclass(type(item), DistributedDataParallel))
+    _made.update(item for item in all_objects() if issubclass(type(item), DistributedDataParallel))

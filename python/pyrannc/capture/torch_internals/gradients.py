@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from pyrannc.frozen import all_objects
 
 
 def home_of_state(param: Tensor, value: Tensor, key: Hashable, settings: Mapping[str, Any]) -> torch.device:
@@ -95,5 +96,5 @@ def any_is_fully_sharded(leaves: Mapping[int, Tensor]) -> bool:
     # Where nobody has imported it, there are no such layers.
     module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
     kind = getattr(module, "FSDPParam", None)
-    owners = [] if kind is None else [item for item in gc.get_objects() if type(item) is kind]
+    owners = [] if kind is None else [item for item in all_objects() if type(item) is kind]
     return any(id(getattr(owner, "_unsharded_param", None)) in leaves for owner in owners)
