@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from pyrannc.call.guards import ModuleGuards
 from pyrannc.capture import Captured, capture
-from pyrannc.capture.holders import NOTHING
+from pyrannc.capture.holders import NOTHING, Name
 from pyrannc.capture.left import Unset, lift
 from pyrannc.errors import CaptureError, RaNNCError
 
@@ -238,3 +240,47 @@ def test_a_counter_that_decides_is_refused_and_put_back() -> None:
     with pytest.raises(CaptureError, match=r"counts from call to call: .*TABLE\['calls'\]"):
         captured(Returns(counts))
     assert not TABLE
+
+
+class Table(dict[str, Any]):
+    """Has attributes, too."""
+
+    total: Any = None
+
+
+def test_attributes_of_containers_are_put_back() -> None:
+    def leave(net: Any, h: Tensor) -> None:
+        net.table.total = net.holder.items[0].total = h
+
+    model = Leaves(leave)
+    model.table, model.holder.items = Table(), [Table()]  # type: ignore[assignment]  # a module has whatever is set
+    put(captured(model))
+    for table in (model.table, model.holder.items[0]):
+        with pytest.raises(RaNNCError, match=r"total.*is set by the forward"):
+            table.total.item()
+
+
+def test_two_lists_that_are_filled_do_not_change_for_guards() -> None:
+    def leave(net: Any, h: Tensor) -> None:
+        net.nested["first"].append(h.sum())
+        net.nested["second"].append(h)
+
+    model = Leaves(leave)
+    model.nested.update(first=[], second=[3])
+    made = captured(model)
+    put(made)
+    guards = ModuleGuards(model, made.python_state)
+    assert guards.hold()
+
+
+def test_what_stands_for_another_is_not_asked() -> None:
+    model = Leaves(lambda _, h: None)
+    helper = Leaves(lambda _, h: None)
+    model.holder.aux, model.holder.count = weakref.proxy(model), weakref.proxy(helper)
+    captured(model)
+    assert model.holder.aux.holder is model.holder
+
+
+def test_what_stands_for_nothing_may_be_copied() -> None:
+    unset = Unset(Name("attribute", ("aux",), "the model"), NOTHING)
+    assert copy.deepcopy(unset).before is NOTHING

@@ -132,6 +132,12 @@ def test_DisableTorchFunctionSubclass() -> None:
     assert tensor.sum() == X.sum()
 
 
+def test_is_dense() -> None:
+    images = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    assert tensors.is_dense(images)
+    assert not tensors.is_dense(images[:, :2])
+
+
 def test_storage_users() -> None:
     flat = torch.zeros(4)
     alone = tensors.storage_users(flat)

@@ -75,7 +75,7 @@ class _Read:
         self._optimizer = weakref.ref(optimizer)
         self._course = course
         self._words = words
-        self._seen: tuple[Any, frozenset[str]] = [], frozenset()
+        self._seen: list[list[tuple[str, Any]]] = []
         self._found: list[Fingerprint] = []
 
     def is_of(self, optimizer: Optimizer) -> bool:
@@ -85,16 +85,16 @@ class _Read:
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         now = [[(name, _value(group[name])) for name in group if name not in _OF_RANKS] for group in groups]
-        if optimizer is not None and not _equal((now, left_out), self._seen):
-            self._seen = now, left_out
-            found = [
+        if optimizer is not None and not _equal(now, self._seen):
+            self._seen = now
+            self._found = [
                 (self._of_group(name, place), zlib.crc32(repr(value).encode()))
                 for place, settings in enumerate(now)
                 for name, value in settings
                 if isinstance(value, (bool, int, float, str, type(None), tuple))
             ]
-            self._found = [(words, number) for words, number in found if words not in left_out]
-        return [*self._found, *((f"{words} of {self._words}", number) for words, number in self._course.told())]
+        found = [(words, number) for words, number in self._found if words not in left_out] if left_out else self._found
+        return [*found, *((f"{words} of {self._words}", number) for words, number in self._course.told())]
 
     def set_by_steps(self) -> Iterator[str]:
         optimizer = self._optimizer()

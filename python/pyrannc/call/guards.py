@@ -388,7 +388,9 @@ class _SameRest:
         self._container = container
         items = dict.items(container) if isinstance(container, dict) else ()
         self._set = {name for name, value in items if isinstance(value, Absent)}
-        self._rest = _copied(self._without(container), known)
+        # Kept, so that its id stays its own.
+        self._own = self._without(container)
+        self._rest = _copied(self._own, known)
 
     def __eq__(self, other: object) -> bool:
         return other is self._container and bool(self._without(other) == self._rest)

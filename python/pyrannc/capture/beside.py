@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .containers import content
 from .holders import NOTHING, Contents, Holder, Name
 from .holdings import cells_of, is_record
-from .left import Beside, Carried, Unset, Unsets, lift, without_unsets
+from .left import Beside, LeftTensor, Unset, Unsets, lift, without_unsets
 from .members import members
 from .plain import PLAIN, is_plain, same
 from .surroundings import Surroundings
@@ -23,6 +23,7 @@ from .torch_internals.tensors import pytree
 
 STAND_INS = {torch.SymInt: 3, torch.SymFloat: 0.7, torch.SymBool: True}
 """Numbers of a trace, for another one."""
+_COUNTING = (int, float, complex)
 _MOST_VALUES = 1000
 """So many are looked at for tensors in what has been left."""
 _DependsOnData = Callable[[Any], bool]
@@ -31,8 +32,9 @@ _DependsOnData = Callable[[Any], bool]
 class BesideLog:
     """Its surroundings as they are before a call, and what that changes there.
 
-    What is made on first use and holds no tensor stays, such as a function that is looked up once. Numbers that a call
-    counts without a use for them, as a meter does, change nothing that is captured, and are put back.
+    What is made on first use and holds no tensor stays, such as a function that is looked up once, as does the note
+    that something is done. Numbers that a call counts without a use for them, as a meter does, change nothing that is
+    captured, and are put back.
 
     Args:
         model: whose call it is.
@@ -140,14 +142,18 @@ class _Change:
         return self._holder.is_ordered and any(value is other for other in self._before.values())
 
     def _may_stay(self, name: Any, value: Any) -> bool:
-        return not (is_plain(value) or isinstance(self._before.get(name), Tensor) or any(True for _ in _held(value)))
+        if isinstance(self._before.get(name), Tensor) or any(True for _ in _held(value)):
+            return False
+        counts = isinstance(value, _COUNTING) and not isinstance(value, bool)
+        is_flag = isinstance(value, PLAIN) and not counts and not self._holder.is_ordered
+        return is_flag or not is_plain(value)
 
 
 def _for_a_second(called: Name, item: Any) -> Any:
     """What stands in a second trace for something that has been left."""
     if isinstance(item, SYMBOLIC):
         return STAND_INS[type(item)]
-    return Carried(called) if any(True for _ in _held(item)) else item
+    return LeftTensor(called) if any(True for _ in _held(item)) else item
 
 
 def _held(value: Any) -> Iterator[Any]:

@@ -411,6 +411,8 @@ def _as_later_calls(first: _Attempt, once: Callable[[], _Attempt]) -> _Attempt:
             raise found.beside[0].refusal()
         if new_tree is not None and not (same and new_tree.is_like(second[0].new_tree)):
             raise new_tree.refusal()
+        for item in found.beside:
+            item.keep(second[0].beside)
         # Of what was there before, the first one tells.
         second[0].python_state = replace(second[0].python_state, unset=found.python_state.unset)
     # What this one has read is what later calls will read: the sub-modules that are there now.

@@ -1,10 +1,11 @@
-"""Where Python code keeps what is no attribute of the model: containers, objects, classes, variables, cells, caches."""
+"""Where Python code keeps what is no attribute of the model: containers, objects, classes, variables, cells."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from types import CellType
 from typing import Any
 
@@ -14,7 +15,13 @@ from .members import fill_members, members
 
 Contents = dict[Hashable, Any]
 """What a holder holds, by attribute, variable, key or position."""
-NOTHING = object()
+
+
+class _Nothing(Enum):
+    NOTHING = auto()
+
+
+NOTHING = _Nothing.NOTHING
 """What stands for no value."""
 _LONGEST = 40
 
@@ -55,7 +62,7 @@ class Holder(ABC):
     """One of them.
 
     Attributes:
-        owner: the container, object, class, dictionary, cell or cache.
+        owner: the container, object, class, dictionary or cell.
         called: it, or with ``name`` what it holds.
         is_ordered: its names are positions.
     """

@@ -13,6 +13,7 @@ from pyrannc.errors import CaptureError, RaNNCError
 
 from .absent import Absent
 from .holders import NOTHING, Contents, Holder, Name
+from .plain import PLAIN
 from .source import Place, belongs_to_user
 from .torch_internals.tensors import pytree
 
@@ -32,7 +33,7 @@ class Unset(Absent):
         self.before = before
 
 
-class Carried(Absent):
+class LeftTensor(Absent):
     """Stands in a second trace for a tensor that a call has left, which the next one must not read."""
 
     def __init__(self, called: Name) -> None:
@@ -118,11 +119,22 @@ class Beside:
         contents = self.holder.contents() | self.values
         self.holder.fill({name: value for name, value in contents.items() if value is not NOTHING})
 
+    def keep(self, again: Sequence[Beside]) -> None:
+        """Leaves for good the plain values that the next call leaves as they are, such as that something is done.
+
+        Args:
+            again: what that one leaves.
+        """
+        changed = {name for item in again if item.holder.owner is self.holder.owner for name in item.values}
+        kept = {name: value for name, value in self.values.items() if isinstance(value, PLAIN) and name not in changed}
+        if kept:
+            self.holder.fill(self.holder.contents() | kept)
+
     def refusal(self) -> CaptureError:
         """The error for a next call that does something else."""
         name, value = next(iter(self.values.items()))
         called = self.holder.name(name)
-        if any(isinstance(item, Carried) for item in pytree.tree_leaves(value)):
+        if any(isinstance(item, LeftTensor) for item in pytree.tree_leaves(value)):
             return reads_left(Place(""), str(called))
         return CaptureError(
             f"the forward counts from call to call: it reads and changes the {called}, which a captured call would "

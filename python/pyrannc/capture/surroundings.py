@@ -19,7 +19,7 @@ from .containers import CONTAINERS, content
 from .holders import Cell, Container, Holder, Members, Name, OfClass, Variables
 from .holdings import LRU_CACHE, SCALARS, is_filled, is_own, is_record, is_users_own, names_in
 from .left import Unset
-from .members import members
+from .members import has_members, members
 from .torch_internals.modules import hooks_of_calls, own_modules
 
 _MOST_ITEMS = 4096
@@ -53,8 +53,12 @@ class Surroundings:
         for path, module in model.named_modules():
             self._seen[id(module)] = module
             waiting += self._beside(module, f"sub-module '{path}'" if path else "the model")
-        while waiting and len(self._seen) < _MOST_VALUES:
+        most = len(self._seen) + _MOST_VALUES
+        while waiting and len(self._seen) < most:
             value, called = waiting.popleft()
+            # They answer as what they stand for, or fail.
+            if type(value) in weakref.ProxyTypes:
+                continue
             value = value.before if isinstance(value, Unset) else value
             if not isinstance(value, (*SCALARS, Tensor, ModuleType, Absent)) and id(value) not in self._seen:
                 self._seen[id(value)] = value
@@ -74,13 +78,14 @@ class Surroundings:
             if isinstance(value, CONTAINERS) and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 yield from _items(value, named.attribute(name))
+                yield from self._attributes(value, named.attribute(name))
             else:
                 yield value, named.attribute(name)
 
     def _inside(self, value: Any, called: Name) -> Iterable[_Named]:
         if isinstance(value, CONTAINERS):
             self.holders.append(Container(value, called))
-            return _items(value, called)
+            return [*_items(value, called), *self._attributes(value, called)]
         if isinstance(value, (tuple, frozenset)):
             return _items(value, called)
         if isinstance(value, functools.partial):
@@ -154,10 +159,15 @@ class Surroundings:
         own = [(name, value) for name, value in vars(module).items() if name not in self._internal]
         yield from ((value, called.attribute(name)) for name, value in (*own, *own_modules(module).items()))
 
-    def _of_object(self, value: Any, called: Name) -> Iterator[_Named]:
-        if not is_record(value):
-            yield bound_to(value), called
-            return
+    def _attributes(self, container: Any, called: Name) -> Iterable[_Named]:
+        """What a container of a class of the user has besides items."""
+        has_own = is_users_own(type(container)) and has_members(container)
+        return self._of_members(container, called) if has_own else []
+
+    def _of_object(self, value: Any, called: Name) -> Iterable[_Named]:
+        return self._of_members(value, called) if is_record(value) else [(bound_to(value), called)]
+
+    def _of_members(self, value: Any, called: Name) -> Iterator[_Named]:
         self.holders.append(Members(value, called))
         yield type(value), called
         yield from ((item, called.attribute(name)) for name, item in members(value).items())

@@ -52,6 +52,7 @@ from .torch_internals.fakes import FakeTensor, TraceMode, fake_tensors_untold, r
 from .torch_internals.modules import own_buffers, parse_to, reparametrized
 from .torch_internals.patching import MODULE_TO, NUMBER_REPRS, TENSOR_META, TENSOR_REPR, PatchPoint
 from .torch_internals.symbols import SYMBOLIC, expression, fake_of
+from .torch_internals.tensors import is_dense
 from .torch_internals.tracing import (
     compiling_state,
     current_tracer,
@@ -470,15 +471,10 @@ def _lone_slices(params: Sequence[Tensor]) -> set[int]:
     They share a storage with others, but no element.
     """
     real = [param for param in params if not param.is_meta]
-    slices = [param for param in real if param.untyped_storage().nbytes() > param.nbytes and _is_dense(param)]
+    slices = [param for param in real if param.untyped_storage().nbytes() > param.nbytes and is_dense(param)]
     spans = sorted((param.data_ptr(), param.data_ptr() + param.nbytes, id(param)) for param in real)
     shared = {key for (_, end, first), (start, _, second) in pairwise(spans) if start < end for key in (first, second)}
     return {id(param) for param in slices} - shared
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """True where its elements lie side by side, in whatever order."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def _depends_on_data(tensor: Tensor, tracer: Any) -> bool:

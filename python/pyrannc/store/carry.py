@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrannc.capture.torch_internals.tensors import pytree
+from pyrannc.capture.torch_internals.tensors import is_dense, pytree
 from pyrannc.errors import InputError
 from pyrannc.job import agree, faults, process
 from pyrannc.job.exchange import exchange, give_to_others
@@ -84,7 +84,7 @@ def _emptied(leaf: Any) -> Any:
             f"a {type(leaf).__name__} of layout {leaf.layout} in the optimizer's state cannot be given to other ranks; "
             "force one Stage with RANNC_PARTITION_NUM=1"
         )
-    return _Hole(leaf.shape, leaf.stride() if _is_dense(leaf) else None, leaf.dtype)
+    return _Hole(leaf.shape, leaf.stride() if is_dense(leaf) else None, leaf.dtype)
 
 
 def _is_hole(leaf: Any) -> bool:
@@ -117,13 +117,9 @@ def _carry_one(tensors: Sequence[Tensor], holes: Sequence[_Hole], route: Route, 
     return _unpacked(packed.cpu(), holes)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
-
-
 def _bytes_of(tensor: Tensor) -> Tensor:
     flat = tensor.detach()
-    flat = flat.as_strided((flat.numel(),), (1,)) if _is_dense(flat) else flat.contiguous().view(-1)
+    flat = flat.as_strided((flat.numel(),), (1,)) if is_dense(flat) else flat.contiguous().view(-1)
     return flat.view(torch.uint8)
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from pyrannc.capture.torch_internals.tensors import is_dense
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree
 from pyrannc.store.elsewhere import is_elsewhere
@@ -57,7 +58,7 @@ def _why_not(model: nn.Module, optimizer: UserOptimizer | None) -> str | None:
 
 def _why_not_apart(params: Mapping[str, Tensor]) -> str | None:
     """Why parameters cannot lie on different ranks, or move: two have elements in one place of memory."""
-    real = {name: param for name, param in params.items() if _is_dense(param)}
+    real = {name: param for name, param in params.items() if _has_own_memory(param)}
     spans = sorted((param.data_ptr(), param.data_ptr() + param.nbytes, name) for name, param in real.items())
     for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end and real[first].device == real[second].device:
@@ -70,10 +71,9 @@ def _why_not_apart(params: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def _is_dense(param: Tensor) -> bool:
-    """True for a parameter whose elements lie side by side, in whatever order."""
+def _has_own_memory(param: Tensor) -> bool:
     is_plain = type(param) is nn.Parameter and param.layout == torch.strided and not param.is_meta
-    return is_plain and param.numel() > 0 and bool(torch.ops.aten.is_non_overlapping_and_dense(param))
+    return is_plain and param.numel() > 0 and is_dense(param)
 
 
 def _known() -> list[tuple[ParamStore, UserOptimizer | None]]:

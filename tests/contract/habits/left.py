@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -286,3 +287,66 @@ def counter_in_a_tensor(job: Job) -> None:
     net = _Leaves(lambda net, aux: None)
     net.holder.aux = None
     learn_around(job, Returns(net, result), lambda model: None)
+
+
+class _Modes:
+    """What a forward notes of its last training call."""
+
+    last = ""
+    level = 0
+
+
+MODES = _Modes()
+READY = False
+_DONE = "SET_UP_BY_A_FORWARD"
+
+
+def _set_up() -> None:
+    """What cannot be done twice."""
+    global READY  # as scripts do it
+    if not READY:
+        READY = True
+        if _DONE in os.environ:
+            raise ValueError("it is set up already")
+        os.environ[_DONE] = "1"
+
+
+@equal()
+def constants_left_for_evaluation(job: Job) -> None:
+    """Training leaves constants in an object, by which evaluation goes."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            if self.training:
+                MODES.last, MODES.level = "train", 3
+                return y
+            return y * MODES.level if MODES.last == "train" else y
+
+    MODES.last, MODES.level = "", 0
+    net = Returns(Net(), F.mse_loss)
+    learn_around(job, net, lambda model: job.same("evaluated", _evaluated(model, job)))
+
+
+def _evaluated(model: Any, job: Job) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        found: Tensor = model(*job.batch(pairs))
+    model.train()
+    return found
+
+
+@equal()
+def set_up_once(job: Job) -> None:
+    """A forward sets something up that cannot be set up twice, and notes that in a global variable."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            _set_up()
+            y: Tensor = super().forward(x)
+            return y
+
+    global READY  # as above
+    READY = False
+    os.environ.pop(_DONE, None)
+    learn_around(job, Returns(Net(), F.mse_loss), lambda model: _evaluated(model, job))

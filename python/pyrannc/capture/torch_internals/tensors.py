@@ -58,6 +58,11 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """True for a tensor whose elements lie side by side, in whatever order. Public: none."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
 def storage_users(tensor: Tensor) -> int:
     """How many tensors share the memory of this one, and what else keeps it."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
