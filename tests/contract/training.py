@@ -109,14 +109,15 @@ def fit(
     loss: Callable[[Any], Tensor] | None = None,
     criterion: Callable[..., Tensor] | None = None,
     optimizer: Callable[[Any], Optimizer] = sgd,
+    **options: Any,
 ) -> None:
-    """A few steps of a model that returns its loss.
+    """A few steps of a model that returns its loss; ``options`` are RaNNC's.
 
     ``loss`` takes it from what the model returns. With a ``criterion``, the model gets the first part of a batch, and
     the criterion what the model returns and the rest of the batch.
     """
     chosen = optimizer(net.parameters())
-    model = job.wrap(net, chosen)
+    model = job.wrap(net, chosen, **options)
     for batch in job.batches(data):
         chosen.zero_grad()
         if criterion is not None:

@@ -11,10 +11,8 @@ from torch import nn
 from pyrannc.call.variant import Variant
 from pyrannc.capture.absent import Absent
 from pyrannc.capture.assumptions import Attribute
-from pyrannc.capture.holders import Holder
+from pyrannc.capture.holders import NOTHING, Holder
 from pyrannc.capture.left import lift
-
-_NOTHING = object()
 
 
 class StaleAttributes:
@@ -30,7 +28,7 @@ class StaleAttributes:
         state = variant.captured.python_state
         for attribute in state.written:
             own, key = vars(attribute.module), (id(attribute.module), attribute.name)
-            now = own.get(attribute.name, _NOTHING)
+            now = own.get(attribute.name, NOTHING)
             if not isinstance(now, Absent):
                 self._before[key] = attribute.module, now
                 own[attribute.name] = self._absent.setdefault(key, _absent(attribute))
@@ -67,7 +65,7 @@ class StaleAttributes:
             if isinstance(now, Absent):
                 lifted[key] = module, now
                 del vars(module)[key[1]]
-                if before is not _NOTHING:
+                if before is not NOTHING:
                     vars(module)[key[1]] = before
         return lifted
 

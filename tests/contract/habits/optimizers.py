@@ -513,9 +513,8 @@ def overflow_on_one_rank(job: Job) -> None:
     _scaled(job, False, False, _one)
 
 
-@equal()
-def overflow_clipped_by_value(job: Job) -> None:
-    """Scaled gradients are clipped by value, without `scaler.unscale_` before: infinite ones are finite then."""
+def _changed_while_scaled(job: Job, change: Callable[[list[Tensor]], Any]) -> None:
+    """Steps in which ``change`` is given the parameters while their gradients are scaled, once with an overflow."""
     net = Gained(True)
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
@@ -524,31 +523,29 @@ def overflow_clipped_by_value(job: Job) -> None:
         x, huge, target = job.batch(_gained_by_one if step == 1 else _gained, step)
         optimizer.zero_grad()
         scaler.scale(model(x, huge, target)).backward()
-        nn.utils.clip_grad_value_(model.parameters(), 50.0)
+        change(list(model.parameters()))
         scaler.step(optimizer)
         scaler.update()
         job.same("scale", scaler.get_scale())
     job.state(model)
+
+
+@equal()
+def overflow_clipped_by_value(job: Job) -> None:
+    """Scaled gradients are clipped by value, without `scaler.unscale_` before: infinite ones are finite then."""
+    _changed_while_scaled(job, lambda params: nn.utils.clip_grad_value_(params, 50.0))
 
 
 @equal(NOT_WHOLE)
 def overflow_cleaned_by_the_script(job: Job) -> None:
     """`torch.nan_to_num(param.grad, nan=0.0, ..., out=param.grad)` of scaled gradients: those are finite then."""
-    net = Gained(True)
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(4):
-        x, huge, target = job.batch(_gained_by_one if step == 1 else _gained, step)
-        optimizer.zero_grad()
-        scaler.scale(model(x, huge, target)).backward()
-        for grad in [param.grad for param in model.parameters() if param.grad is not None]:
+
+    def clean(params: list[Tensor]) -> None:
+        for grad in [param.grad for param in params if param.grad is not None]:
             torch.nan_to_num(grad, nan=0.0, posinf=0.0, neginf=0.0, out=grad)
             torch.mul(grad, 0.5, out=grad)
-        scaler.step(optimizer)
-        scaler.update()
-        job.same("scale", scaler.get_scale())
-    job.state(model)
+
+    _changed_while_scaled(job, clean)
 
 
 @equal(NOT_WHOLE)

@@ -514,17 +514,7 @@ def loop_over_rows_in_the_model_itself(job: Job) -> None:
 @warned("The whole model", settings=_ONE_STAGE, instead="all ranks compute the loss of the global batch")
 def uncut_with_its_loss(job: Job) -> None:
     """The same with `RaNNCModule(..., allow_uncut=True)`, the loss inside of the model."""
-    net = _RowsInRoot(loss=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer, allow_uncut=True)
-    for batch in job.batches(classes):
-        optimizer.zero_grad()
-        loss = model(*batch)
-        job.same("loss", loss)
-        loss.backward()
-        job.gradients(model)
-        optimizer.step()
-    job.state(model)
+    fit(job, _RowsInRoot(loss=True), classes, allow_uncut=True)
 
 
 @warned("The whole model", "tested, not proven", settings=_ONE_STAGE, instead="each rank computes its own rows")
@@ -643,17 +633,7 @@ class _Forces(nn.Module):
 @warned("The whole model", settings=_ONE_STAGE, instead="`allow_uncut=True`: all ranks compute the global batch")
 def forces_in_the_forward(job: Job) -> None:
     """The forward differentiates energies by positions: `torch.autograd.grad(..., create_graph=True)`."""
-    net = _Forces()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer, allow_uncut=True)
-    for batch in job.batches(pairs):
-        optimizer.zero_grad()
-        loss = model(*batch)
-        job.same("loss", loss)
-        loss.backward()
-        job.gradients(model)
-        optimizer.step()
-    job.state(model)
+    fit(job, _Forces(), pairs, allow_uncut=True)
 
 
 @refused(
