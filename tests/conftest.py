@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RankPools
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,15 +20,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """Ranks by number of them."""
-    pools: dict[int, RankPool] = {}
+def pools() -> Iterator[RankPools]:
+    """Ranks that wait for jobs."""
+    made = RankPools()
+    yield made
+    made.close()
 
-    def of_size(world_size: int) -> RankPool:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
 
-    yield of_size
-    for pool in pools.values():
-        pool.close()
+@pytest.fixture
+def ranks(pools: RankPools) -> Callable[[int], RankPool]:
+    """Ranks by number of them; they stay for a test, and mostly for the next ones."""
+    pools.tidy()
+    return pools.of_size

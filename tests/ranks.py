@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing
 import os
 import socket
@@ -17,7 +19,19 @@ from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torchvision", "transformers", "pyrannc.module", "torch.distributed"])
+# The latter are loaded by the first capture of a process.
+_AT_CAPTURES = ["sympy.tensor.tensor", "torch._export.non_strict_utils", "torch._inductor.fx_passes.dedupe_symint_uses"]
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torchvision", "transformers", "pyrannc.module", "torch.distributed", *_AT_CAPTURES]
+)
+
+_MOST_JOBS = 40
+"""After so many the ranks of a pool are replaced: what jobs leave behind adds up."""
+_JOBS_TO_TIDY = 5
+"""After so many they let go of it: each process group of Gloo has a thread that looks for messages a hundred times a
+second."""
+_MOST_POOLS = 2
+"""Ranks that wait for a job take time from those that have one."""
 
 _GRACE_S = 5.0
 """How long the other ranks may go on after one has failed: they may wait for it forever."""
@@ -35,6 +49,7 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._ranks: list[tuple[Any, Connection]] = []
+        self._jobs = 0
 
     def run(
         self, job: Callable[..., Any], *args: Any, env: dict[str, str] | None = None, timeout_s: float = 120
@@ -46,6 +61,7 @@ class RankPool:
         """
         if not self._ranks:
             self._start()
+        self._jobs += 1
         for _, connection in self._ranks:
             connection.send((job, args, env or {}))
         outcomes = _collect([connection for _, connection in self._ranks], timeout_s)
@@ -55,8 +71,13 @@ class RankPool:
             raise RankFailed("\n".join(failures))
         return [value for _, value in outcomes]
 
+    @property
+    def is_used_up(self) -> bool:
+        """It has had so many jobs that new ranks are faster."""
+        return self._jobs >= _MOST_JOBS
+
     def close(self) -> None:
-        """Lets the ranks leave."""
+        """Lets the ranks leave; the next job gets new ones."""
         for _, connection in self._ranks:
             connection.send(None)
         for process, _ in self._ranks:
@@ -64,6 +85,7 @@ class RankPool:
         self._kill()
 
     def _start(self) -> None:
+        self._jobs = 0
         port = _free_port()
         for rank in range(self._world_size):
             here, there = _CONTEXT.Pipe()
@@ -78,6 +100,30 @@ class RankPool:
             process.kill()
             connection.close()
         self._ranks.clear()
+
+
+class RankPools:
+    """Pools by number of ranks."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def of_size(self, world_size: int) -> RankPool:
+        """The pool of so many ranks."""
+        # The last used one stands last.
+        self._pools[world_size] = self._pools.pop(world_size, None) or RankPool(world_size)
+        return self._pools[world_size]
+
+    def tidy(self) -> None:
+        """Lets ranks go that have not been used lately, or too often."""
+        for place, pool in enumerate(reversed(self._pools.values())):
+            if place >= _MOST_POOLS or pool.is_used_up:
+                pool.close()
+
+    def close(self) -> None:
+        """Lets all ranks leave."""
+        for pool in self._pools.values():
+            pool.close()
 
 
 def run_ranks(
@@ -172,10 +218,14 @@ def _serve(connection: Connection, variables: dict[str, str]) -> None:
     import pyrannc
 
     torch.set_num_threads(1)
-    while (message := connection.recv()) is not None:
+    for done in itertools.count(1):
+        if (message := connection.recv()) is None:
+            break
         job, args, env = message
         with _environment(env):
             connection.send(_attempt(job, args))
+        if done % _JOBS_TO_TIDY == 0:
+            gc.collect()
     pyrannc.clear()
 
 

@@ -39,7 +39,7 @@ _OTHERS: _Ranks = ()
 class Drift:
     """Compares copies of parameters, and what the script multiplies a loss with, a few calls after they were there.
 
-    It looks at the calls 1, 3, 6, 12 and so on, and later at every hundredth.
+    It looks at the calls 1, 3, 6, 12 and so on, later at every hundredth, and when it is asked to.
     """
 
     def __init__(self) -> None:
@@ -91,6 +91,15 @@ class Drift:
             agree.together(self._look)
             self._compare_at = self._calls + _LATER
             self._look_at = max(self._compare_at, min(2 * self._calls, self._calls + _APART))
+
+    def look_now(self) -> None:
+        """Likewise, of copies as they are now, waiting for the devices. All ranks call it."""
+        if process.get_world_size() == 1:
+            return
+        if self._calls < self._compare_at:
+            self._compare()
+        agree.together(self._look)
+        self._compare()
 
     @torch.no_grad()
     def note_factor(self, factor: Tensor) -> None:
@@ -214,8 +223,10 @@ def _different(name: str, first: int, other: int, apart: float) -> str:
     return (
         f'ranks {first} and {other} train copies of parameter "{name}" that are not the same (they differ by '
         f"{apart:.1e} of its norm): the script has changed it or its gradient on one rank alone, or differently on "
-        "each, or they have differed from the start, with sync_params_on_init(False). Draw noise and new values from "
-        "generators that are seeded alike, and set, clip and clear gradients alike on all ranks"
+        "each, or has trained the wrapped model by calls of its own, or they have differed from the start, with "
+        "sync_params_on_init(False). Call what RaNNCModule has made, draw noise and new values from generators that "
+        "are seeded alike, and set, clip and clear gradients alike on all ranks; undeploy() gives the model back all "
+        "the same, with one rank's copy of each parameter"
     )
 
 

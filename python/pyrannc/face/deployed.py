@@ -61,7 +61,6 @@ class DeployedModel(StateOfModel):
     _variants: Variants
     _lengths: Lengths
     _stale: StaleAttributes
-    _agreement: Agreement
     _user_optimizer: UserOptimizer | None = None
     _later: LaterOptimizers | None = None
     _compared: str = ""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pyrannc.call.agreed import Agreement
 from pyrannc.capture.torch_internals.modules import LoadsItself
 from pyrannc.checkpoint.state import full_state_dict, full_tensors, load_full_state_dict, refuse_late
 from pyrannc.errors import RaNNCError
@@ -25,6 +26,7 @@ class StateOfModel(LoadsItself, ShownModel):
     """
 
     name_to_param: dict[str, nn.Parameter]
+    _agreement: Agreement
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
         super().__init__(model)
@@ -91,10 +93,14 @@ class StateOfModel(LoadsItself, ShownModel):
 
         Args:
             rank0_only: other ranks get an empty dict.
+
+        Raises:
+            MismatchError: ranks have copies of a parameter that are not the same.
         """
         if self._deployment is None:
             plain: dict[str, Any] = self.model.state_dict(*args, **kwargs)
             return plain
+        self._agreement.drift.look_now()
         return full_state_dict(self.model, self._deployment.store, args, kwargs, rank0_only=rank0_only)
 
     @announced("load_state_dict(...)")

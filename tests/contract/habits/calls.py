@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam
 import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
-from tests.contract.settings import ONCE, STAGES
+from tests.contract.settings import ONCE, REPLICAS, STAGES
 from tests.contract.training import Chain, Returns, learn, pairs, single
 
 ALL_RANKS = "call it on all ranks, outside of `if rank == 0`"
@@ -53,6 +53,26 @@ def parameter_by_rank_0_alone(job: Job) -> None:
     if job.rank == 0 and isinstance(model, pyrannc.RaNNCModule):
         model.get_param("net.head.weight")
     learn(job, model, optimizer, step=1)
+
+
+@refused(
+    "MismatchError",
+    "by calls of its own",
+    "Call what RaNNCModule has made",
+    settings=(REPLICAS,),
+    instead="call what `RaNNCModule` has made",
+)
+def trained_by_calls_of_the_plain_model(job: Job) -> None:
+    """After the first calls the loop calls the wrapped model itself, which trains each Replica alone, and saves it."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = Adam(net.parameters(), lr=0.01)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    for x, target in job.batches(pairs):
+        optimizer.zero_grad()
+        net(x, target).backward()
+        optimizer.step()
+    model.state_dict()
 
 
 @refused("MismatchError", "in evaluation mode", instead=ALL_RANKS)
