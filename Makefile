@@ -44,7 +44,7 @@ test-rust: ## Run the tests of the Rust crates
 test-python: setup ## Run the Python tests (PYTEST_ARGS="-k name" chooses)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) pytest $(PYTEST_ARGS)
 
-contract: setup ## Run all habits under each kind of plan (an hour on two cores), not under one of them
+contract: setup ## Run all habits under each of their settings (half an hour on two cores), not under one of them
 	CONTRACT=covering OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) pytest $(PYTEST_ARGS) tests/contract
 
 covering: setup ## Run 22 habits under all rows of the covering array of precisions, ZeRO, Stages and losses

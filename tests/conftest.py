@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.ranks import RankPool, RankPools
+
+# Else each process that compiles for CPUs tries out their vector instructions first, which takes it 10 to 16 s.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

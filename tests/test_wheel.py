@@ -43,9 +43,29 @@ def folder() -> Iterator[Path]:
 
 
 def built(folder: Path) -> Path:
-    """The wheel that is asked for, or one built from the source distribution."""
-    if given := os.environ.get("WHEEL"):
+    """The wheel that is asked for, or one built from the source distribution, or by default from these sources.
+
+    What these were compiled to serves; ``make test-wheel`` compiles those of the distribution, which takes minutes.
+    """
+    given = os.environ.get("WHEEL")
+    if given:
         return ROOT / given
+    source = distributed(folder)
+    build = [MATURIN, "build", "--release", "--locked", "--interpreter", sys.executable, "--out", folder]
+    if given is None:
+        run(*build, cwd=ROOT)
+    else:
+        # What the packages of others were compiled to serves; ours would be taken for what these sources give.
+        target = folder / "target"
+        if (ROOT / "target" / "release").exists():
+            shutil.copytree(ROOT / "target" / "release", target / "release")
+        run(*build, cwd=source, CARGO_TARGET_DIR=str(target))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def distributed(folder: Path) -> Path:
+    """The source distribution, unpacked; all that a build reads is in it."""
     run(MATURIN, "sdist", "--out", folder, cwd=ROOT)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -57,14 +77,9 @@ def built(folder: Path) -> Path:
     assert {"ARCHITECTURE.md", "CHANGELOG.md", "LICENSE", "README.md"} <= set(os.listdir(source))
     assert (source / "docs" / "json.md").exists()
     assert not list(source.rglob("*.so"))
-    build = [MATURIN, "build", "--release", "--locked", "--interpreter", sys.executable, "--out", folder]
-    # What the packages of others were compiled to serves; ours would be taken for what these sources are compiled to.
-    target = folder / "target"
-    if (ROOT / "target" / "release").exists():
-        shutil.copytree(ROOT / "target" / "release", target / "release")
-    run(*build, cwd=source, CARGO_TARGET_DIR=str(target))
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    listed = run("git", "ls-files", "python", "crates/*/src", "crates/*/Cargo.toml", "Cargo.lock", cwd=ROOT).stdout
+    assert [name for name in listed.splitlines() if not (source / name).exists()] == []
+    return source
 
 
 def check_metadata(wheel: Path) -> None:

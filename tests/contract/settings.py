@@ -73,16 +73,20 @@ _TRIED = os.environ.get("CONTRACT", "")
 _ALL_ROWS = ((8,), (4, 4), (7, 1), (8, 0), (3, 3, 2), (3, 0, 5))
 
 
-def tried(name: str, settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+def tried(name: str, settings: tuple[Setting, ...], *, alike: bool = False) -> tuple[Setting, ...]:
     """The settings that a habit of this name is tried under.
 
-    Where those are the covering choice: one of it, by name, so that many habits are under each; all of it with
-    ``CONTRACT=covering``, the whole product with ``CONTRACT=all``.
+    One of its own, by name, so that many habits are under each; all of them with ``CONTRACT=covering``. With
+    ``CONTRACT=all``, where those are the covering choice, the whole product.
+
+    Args:
+        alike: runs are held against each other, so there are two.
     """
+    if not _TRIED:
+        place = crc32(name.encode())
+        return tuple(settings[(place + other) % len(settings)] for other in range(1 + alike))
     if settings is not COVERING or _TRIED == "covering":
         return settings
-    if _TRIED != "all":
-        return (COVERING[crc32(name.encode()) % len(COVERING)],)
     return tuple(
         Setting(rows, stages, microbatches)
         for rows in _ALL_ROWS

@@ -178,7 +178,7 @@ def train(module: nn.Module, plain: nn.Module, trial: Trial, differences: Differ
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
