@@ -16,6 +16,8 @@ _SECTIONS = {
     "models": "Models",
     "loops": "Training loops",
     "optimizers": "Optimizers",
+    "steps": "Between steps",
+    "loss_scaling": "Loss scaling",
     "beside": "Beside the model",
     "beside_in_ddp": "Beside the model, in what averages by itself",
     "precision": "Mixed precision",

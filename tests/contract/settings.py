@@ -52,6 +52,9 @@ TOGETHER = (STAGES, Setting((5, 3), 2, 1), Setting((8, 0), 2, 1))
 FREE = (Setting((4, 4), 0, 0), Setting((2, 0, 6), 0, 0))
 """The search chooses."""
 
+NOT_WHOLE = (STAGES, Setting((3, 0, 5), 2, 2), Setting((5, 3), 1, 2, zero="2"))
+"""Some ranks have none of a gradient, or a part."""
+
 ONCE = (REPLICAS, STAGES)
 """For what does not depend on the Plan, such as refusals."""
 

@@ -37,6 +37,7 @@ from pyrannc.store.course import course_of
 from pyrannc.store.former import Former
 from pyrannc.store.later import LaterOptimizers
 from pyrannc.store.optimizer import UserOptimizer
+from pyrannc.store.own_listed import note_clear
 from pyrannc.store.shared_params import note_deployed, note_taken_back
 from pyrannc.store.store import ParamStore
 from pyrannc.switches import delay_grad_allreduce, switches
@@ -233,6 +234,12 @@ class DeployedModel(StateOfModel):
             deployment.plan.write(str(file))
 
     # Training
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients; all ranks call it."""
+        super().zero_grad(set_to_none)
+        if self._deployment is not None and self.optimizer is not None:
+            note_clear(self.optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

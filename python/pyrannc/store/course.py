@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 
 _STEPS = "the number of calls of optimizer.step(), which a rank must not leave out or add by itself,"
-_CLEARS = "the number of backwards after which optimizer.zero_grad() was called, which a rank must not do by itself,"
-_IDLE = "the number of steps right after optimizer.zero_grad(), which a rank must not call by itself,"
+_ZERO_GRAD = "optimizer.zero_grad() or model.zero_grad()"
+_CLEARS = f"the number of backwards after which {_ZERO_GRAD} was called, which a rank must not do by itself,"
+_IDLE = f"the number of steps right after {_ZERO_GRAD}, which a rank must not call by itself,"
 _OF_RANKS = ("params", "param_names")
 """What every rank has its own of in a param group, while the optimizer steps."""
 _NOTHING = object()

@@ -11,6 +11,7 @@ from . import (  # noqa: F401  # the order of the document
     changes,
     left,
     loops,
+    loss_scaling,
     losses,
     models,
     optimizers,
@@ -18,6 +19,7 @@ from . import (  # noqa: F401  # the order of the document
     questions,
     rows,
     state,
+    steps,
     whole,
     wrappers,
 )
