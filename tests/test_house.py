@@ -21,8 +21,9 @@ Arrows = Mapping[str, Sequence[str]]
 Edges = dict[str, set[str]]
 
 # What each part imports: what is named here, and what that imports.
-BASE = ("files", "frozen", "log", "switches")
+BASE = ("counting", "files", "frozen", "log", "switches")
 PYTHON: Arrows = {
+    "counting": (),
     "errors": (),
     "files": (),
     "frozen": (),

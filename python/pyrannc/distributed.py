@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, dtype
 
 from pyrannc._native import Plan
+from pyrannc.counting import asked
 from pyrannc.errors import RaNNCError
 from pyrannc.job import faults, process
 from pyrannc.job.faults import collective
-from pyrannc.job.process import get_rank, get_world_size
+from pyrannc.job.process import get_rank
 
 __all__ = [
     "DistributeModelParams",
@@ -30,6 +31,15 @@ __all__ = [
 ]
 
 
+def get_world_size() -> int:
+    """Returns the number of processes; does not join the others.
+
+    Raises:
+        CaptureError: a forward asks, which runs as in one process.
+    """
+    return asked(process.get_world_size())
+
+
 def all_gather(ten: Tensor, buf: Tensor) -> None:
     """Fills ``buf`` with every rank's ``ten``, in rank order. All ranks call it.
 
@@ -40,10 +50,11 @@ def all_gather(ten: Tensor, buf: Tensor) -> None:
     Raises:
         RaNNCError: the sizes or types do not fit.
     """
-    if buf.numel() != ten.numel() * get_world_size() or buf.dtype != ten.dtype:
+    ranks = process.get_world_size()
+    if buf.numel() != ten.numel() * ranks or buf.dtype != ten.dtype:
         raise RaNNCError(
-            f"all_gather of {ten.numel()} elements of {ten.dtype} over {get_world_size()} ranks needs a buffer of "
-            f"{ten.numel() * get_world_size()} such elements, not {buf.numel()} of {buf.dtype}"
+            f"all_gather of {ten.numel()} elements of {ten.dtype} over {ranks} ranks needs a buffer of "
+            f"{ten.numel() * ranks} such elements, not {buf.numel()} of {buf.dtype}"
         )
     with collective("all_gather(...)"):
         group = process.world()

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, all_gather_object, all_reduce, get_w
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.nn.functional import all_gather
 
+import pyrannc
 from pyrannc.capture import CaptureOptions, capture
 from pyrannc.capture.as_one_process import as_one_process
 from pyrannc.capture.source import SourceTracker
@@ -59,6 +60,10 @@ def counts(x: Tensor) -> Tensor:
 
 def counts_by_name(x: Tensor) -> Tensor:
     return x * get_world_size()  # here
+
+
+def counts_by_rannc(x: Tensor) -> Tensor:
+    return x * pyrannc.get_world_size()  # here
 
 
 def counts_a_group(x: Tensor) -> Tensor:
@@ -106,7 +111,7 @@ def sends_in_batches(x: Tensor) -> Tensor:
     return x
 
 
-COUNTING = {counts: "", counts_by_name: "", counts_a_group: ""}
+COUNTING = {counts: "", counts_by_name: "", counts_by_rannc: "", counts_a_group: ""}
 TALKING = {
     sums_by_name: "torch.distributed.all_reduce",
     sums_without_gradients: "torch.distributed.all_reduce",
@@ -141,7 +146,7 @@ def refusal_of(number: int, whole: bool) -> str:
 def test_what_sees_other_ranks_is_refused(ranks: Ranks, number: int, whole: bool) -> None:
     function = FUNCTIONS[number]
     for message in ranks(2).run(refusal_of, number, whole, timeout_s=30):
-        told = "asks torch.distributed for the number of ranks, 2." if function in COUNTING else TALKING[function]
+        told = "asks for the number of ranks, 2." if function in COUNTING else TALKING[function]
         assert message.startswith("sub-module '1' (")
         assert told in message
         line = int(message.split(f"{__file__}:")[1].split(")")[0])

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+from pyrannc.counting import told_of_counts
 from pyrannc.errors import CaptureError
 
 from .source import SourceTracker, belongs_to_user
@@ -44,14 +45,18 @@ def as_one_process(tracker: SourceTracker) -> Iterator[None]:
         return
     own, real_size = threading.get_ident(), GROUP_SIZE.original
 
+    def refuse(count: int) -> None:
+        if count > 1 and threading.get_ident() == own:
+            raise CaptureError(
+                f"{tracker.here()} asks for the number of ranks, {count}. The forward runs as in one process with the "
+                "rows of all ranks, losses and means over rows are those of the global batch: leave out what divides "
+                "or multiplies by the number of ranks"
+            )
+
     def size(group: Any) -> int:
         count: int = real_size(group)
-        if count > 1 and threading.get_ident() == own and belongs_to_user(_asker(sys._getframe(1))):
-            raise CaptureError(
-                f"{tracker.here()} asks torch.distributed for the number of ranks, {count}. The forward runs as in one "
-                "process with the rows of all ranks, losses and means over rows are those of the global batch: leave "
-                "out what divides or multiplies by the number of ranks"
-            )
+        if count > 1 and belongs_to_user(_asker(sys._getframe(1))):
+            refuse(count)
         return count
 
     def refusing(point: PatchPoint) -> Callable[..., Any]:
@@ -71,6 +76,7 @@ def as_one_process(tracker: SourceTracker) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(GROUP_SIZE.replaced_by(size))
+        stack.enter_context(told_of_counts(refuse))
         for point in (RANK_NOT_IN_GROUP, *other_sends(), *GROUP_METHODS):
             stack.enter_context(point.replaced_by(refusing(point)))
         yield

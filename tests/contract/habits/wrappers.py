@@ -270,7 +270,7 @@ def criterion_with_parameters(job: Job) -> None:
     fit(job, Net(), pairs)
 
 
-@refused("CaptureError", "asks torch.distributed for the number of ranks", instead="leave it out")
+@refused("CaptureError", "asks for the number of ranks", instead="leave it out")
 def forward_that_counts_the_ranks(job: Job) -> None:
     """The forward multiplies its loss by `dist.get_world_size()`."""
     net = Returns(Chain(), lambda out, target: F.mse_loss(out, target) * dist.get_world_size())
