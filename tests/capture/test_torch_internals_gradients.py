@@ -36,6 +36,34 @@ def test_call_first_after_steps() -> None:
     assert seen == ["first", "script", "other"]
 
 
+def test_kept_uncompiled() -> None:
+    seen = []
+
+    @gradients.kept_uncompiled
+    def hook(*_: Any) -> None:
+        seen.append(torch.compiler.is_compiling())
+
+    def called(x: Tensor) -> Tensor:
+        hook()
+        return x + 1
+
+    assert torch.compile(called, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+    assert seen == [False]
+
+
+def test_frame_of_step() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    found = []
+
+    @gradients.kept_uncompiled
+    def hook(*_: Any) -> None:
+        found.append(gradients.frame_of_step().f_code.co_name)
+
+    optimizer.register_step_pre_hook(hook)
+    optimizer.step()
+    assert found == ["wrapper"]
+
+
 def test_copy_each() -> None:
     targets = [torch.zeros(2), torch.zeros(3)]
     gradients.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])

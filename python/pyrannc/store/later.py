@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pyrannc.capture.torch_internals.gradients import graph_task
+from pyrannc.capture.torch_internals.gradients import graph_task, kept_uncompiled
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
@@ -121,6 +121,7 @@ def _watch_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
+@kept_uncompiled
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for watching in list(_watching):
         watching.look_at(optimizer)

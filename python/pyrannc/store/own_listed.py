@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from pyrannc.capture.torch_internals.gradients import call_first_after_steps
+from pyrannc.capture.torch_internals.gradients import call_first_after_steps, frame_of_step, kept_uncompiled
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job.faults import collective
 from pyrannc.store.course import course_of
@@ -124,10 +124,11 @@ def hide_last(optimizer: Optimizer) -> None:
         _hooks[optimizer] = optimizer.register_step_pre_hook(_before)
 
 
+@kept_uncompiled
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     # A step that failed has left it so.
     _show(optimizer)
-    step = _mark(sys._getframe(1))
+    step = _mark(frame_of_step())
     if optimizer in _shared:
         works = _works_of(optimizer, _divided_by(optimizer))
         _refuse_parts(optimizer, works)
@@ -156,6 +157,7 @@ def _with_all_listed(optimizer: Optimizer, closure: Callable[[], Any], step: Any
     return call
 
 
+@kept_uncompiled
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _show(optimizer)
     course_of(optimizer).end_step(optimizer.param_groups)

@@ -122,6 +122,20 @@ def weight_decay_by_gradients(job: Job) -> None:
     job.state(model)
 
 
+@equal((REPLICAS, STAGES, *(Setting((3, 0, 5), 1, 2, level) for level in "123")))
+def steps_compiled(job: Job) -> None:
+    """`step = torch.compile(optimizer.step)`, which the loop calls."""
+    net = _net()
+    optimizer = _adam(net)
+    model = job.wrap(net, optimizer)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        optimizer.zero_grad()
+        model(*job.batch(pairs, number)).backward()
+        step()
+    job.state(model)
+
+
 @refused("MismatchError", "optimizer.step", instead="decide by what is equal on all ranks")
 def step_left_out_on_one_rank(job: Job) -> None:
     """One rank leaves out `optimizer.step()`, as by the loss of its own rows."""

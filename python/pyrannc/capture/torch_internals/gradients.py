@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from pyrannc.frozen import all_objects
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def home_of_state(param: Tensor, value: Tensor, key: Hashable, settings: Mapping[str, Any]) -> torch.device:
@@ -32,6 +35,22 @@ def call_first_after_steps(optimizer: Optimizer, hook: Callable[[Optimizer, Any,
     handle = optimizer.register_step_post_hook(hook)
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)
+
+
+def kept_uncompiled(hook: _Hook) -> _Hook:
+    """The same, run as it is where ``torch.compile`` compiles what calls it. Public: ``torch.compiler.disable``, which
+    loads the compiler at once."""
+    made: _Hook = torch._disable_dynamo(hook)
+    return made
+
+
+def frame_of_step() -> FrameType:
+    """Of the optimizer's step whose hook calls this, past what keeps the compiler away from it. Public: none."""
+    caller = sys._getframe(2)
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_globals.get("__name__") != Optimizer.__module__:
+        frame = frame.f_back
+    return caller if frame is None else frame
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
