@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from pyrannc.frozen import all_objects
@@ -40,8 +41,7 @@ def call_first_after_steps(optimizer: Optimizer, hook: Callable[[Optimizer, Any,
 def kept_uncompiled(hook: _Hook) -> _Hook:
     """The same, run as it is where ``torch.compile`` compiles what calls it. Public: ``torch.compiler.disable``, which
     loads the compiler at once."""
-    made: _Hook = torch._disable_dynamo(hook)
-    return made
+    return cast(_Hook, _disable_dynamo(hook))
 
 
 def frame_of_step() -> FrameType:
