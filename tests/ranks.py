@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
@@ -79,7 +79,9 @@ class RankPool:
     def close(self) -> None:
         """Lets the ranks leave; the next job gets new ones."""
         for _, connection in self._ranks:
-            connection.send(None)
+            # One of them may have died since its last job.
+            with suppress(OSError):
+                connection.send(None)
         for process, _ in self._ranks:
             process.join(_GRACE_S)
         self._kill()

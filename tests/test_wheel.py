@@ -77,7 +77,8 @@ def distributed(folder: Path) -> Path:
     assert {"ARCHITECTURE.md", "CHANGELOG.md", "LICENSE", "README.md"} <= set(os.listdir(source))
     assert (source / "docs" / "json.md").exists()
     assert not list(source.rglob("*.so"))
-    listed = run("git", "ls-files", "python", "crates/*/src", "crates/*/Cargo.toml", "Cargo.lock", cwd=ROOT).stdout
+    read = ("python", "crates/*/src", "crates/*/Cargo.toml", "Cargo.toml", "Cargo.lock", "pyproject.toml")
+    listed = run("git", "ls-files", *read, cwd=ROOT).stdout
     assert [name for name in listed.splitlines() if not (source / name).exists()] == []
     return source
 

@@ -85,7 +85,7 @@ def tried(name: str, settings: tuple[Setting, ...], *, alike: bool = False) -> t
     Args:
         alike: runs are held against each other, so there are two.
     """
-    if not _TRIED:
+    if _TRIED not in ("covering", "all"):
         place = crc32(name.encode())
         return tuple(settings[(place + other) % len(settings)] for other in range(1 + alike))
     if settings is not COVERING or _TRIED == "covering":

@@ -96,8 +96,8 @@ class Drift:
         """Likewise, of copies as they are now, waiting for the devices. All ranks call it."""
         if process.get_world_size() == 1:
             return
-        if self._calls < self._compare_at:
-            self._compare()
+        # Also where nothing has been looked at: ranks may have been interrupted at different calls.
+        self._compare()
         agree.together(self._look)
         self._compare()
 

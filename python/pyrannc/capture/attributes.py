@@ -27,7 +27,7 @@ from .holdings import is_users_own
 from .new_tree import Left
 from .operands import arguments, mutated_arguments
 from .ops import aliased_arguments, may_return_view
-from .plain import PLAIN, is_plain, same
+from .plain import PLAIN, is_plain
 from .source import Place, SourceTracker, belongs_to_user
 from .torch_internals.modules import attribute_access
 from .torch_internals.operators import OpOverload, schema
@@ -75,14 +75,26 @@ class _Kept:
                 continue
             before = self.attributes.get(name, _MISSING)
             if name in self.contents:
-                is_same = type(before) is type(value) and same(self.contents[name], content(value))
+                same = type(before) is type(value) and _same(self.contents[name], content(value))
             else:
-                is_same = same(before, value)
-            if not is_same:
+                same = _same(before, value)
+            if not same:
                 yield name, value
 
 
 _MISSING = object()
+
+
+def _same(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(_same(value, now[key]) for key, value in before.items())
+    if isinstance(before, (list, tuple, deque)):
+        return len(before) == len(now) and all(map(_same, before, now))
+    return is_plain(before) and is_plain(now) and bool(before == now)
 
 
 Carried = tuple[Attribute, Any]

@@ -238,8 +238,11 @@ class DeployedModel(StateOfModel):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients; all ranks call it."""
         super().zero_grad(set_to_none)
-        if self._deployment is not None and self.optimizer is not None:
-            note_clear(self.optimizer)
+        if self._deployment is not None and self._user_optimizer is not None:
+            # Gradients of others that the optimizer lists stay.
+            own = set(map(id, self._deployment.store.params.values()))
+            if own.issuperset(self._user_optimizer.listed_ids()):
+                note_clear(self._user_optimizer.optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
