@@ -28,6 +28,7 @@ class _Holder:
     def __init__(self) -> None:
         self.aux = 0.0
         self.norms: list[Any] = []
+        self.last: list[list[Any]] = [[], []]
 
 
 HOLDER = _Holder()
@@ -105,6 +106,17 @@ def nested_list_added_to_loss(job: Job) -> None:
         lambda net: sum(net.nested["norms"]),
         lambda net: net.nested["norms"].clear(),
     )
+
+
+@refused("RaNNCError", "holder.last", SET, instead=RETURN)
+def last_ones_added_to_loss(job: Job) -> None:
+    """The forward appends a penalty to a list in a helper object's list, and puts the last four in its place."""
+
+    def leave(net: _Leaves, aux: Tensor) -> None:
+        net.holder.last[0].append(aux)
+        net.holder.last[0] = net.holder.last[0][-4:]
+
+    _leaving(job, leave, lambda net: net.holder.last[0][-1])
 
 
 @refused("RaNNCError", "class _Holder", SET, instead=RETURN)
