@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import multiprocessing
 import os
 import socket
@@ -26,10 +24,8 @@ _CONTEXT.set_forkserver_preload(
 )
 
 _MOST_JOBS = 40
-"""After so many the ranks of a pool are replaced: what jobs leave behind adds up."""
-_JOBS_TO_TIDY = 5
-"""After so many they let go of it: each process group of Gloo has a thread that looks for messages a hundred times a
-second."""
+"""After so many the ranks of a pool are replaced: what jobs leave behind adds up, such as process groups of Gloo, each
+with a thread that looks for messages a hundred times a second."""
 _MOST_POOLS = 2
 """Ranks that wait for a job take time from those that have one."""
 
@@ -220,14 +216,10 @@ def _serve(connection: Connection, variables: dict[str, str]) -> None:
     import pyrannc
 
     torch.set_num_threads(1)
-    for done in itertools.count(1):
-        if (message := connection.recv()) is None:
-            break
+    while (message := connection.recv()) is not None:
         job, args, env = message
         with _environment(env):
             connection.send(_attempt(job, args))
-        if done % _JOBS_TO_TIDY == 0:
-            gc.collect()
     pyrannc.clear()
 
 

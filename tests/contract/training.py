@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 import pyrannc
 
@@ -97,8 +97,17 @@ def padded(rows: int, generator: Generator) -> tuple[Tensor, Tensor]:
     return tokens, torch.where(counted, tokens.flip(1), UNCOUNTED)
 
 
+def chain_with_loss() -> Returns:
+    """A chain that returns its loss."""
+    return Returns(Chain(), F.mse_loss)
+
+
 def sgd(params: Any) -> Optimizer:
     return SGD(params, lr=0.1)
+
+
+def adam(net: nn.Module) -> Optimizer:
+    return Adam(net.parameters(), lr=0.01)
 
 
 def fit(

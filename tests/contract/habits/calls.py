@@ -8,20 +8,20 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 
 import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import ONCE, REPLICAS, STAGES
-from tests.contract.training import Chain, Returns, learn, pairs, single
+from tests.contract.training import Chain, Returns, adam, chain_with_loss, learn, pairs, single
 
 ALL_RANKS = "call it on all ranks, outside of `if rank == 0`"
 
 
 def _learned(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = Returns(Chain(), F.mse_loss)
-    optimizer = Adam(net.parameters(), lr=0.01)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
     return model, optimizer
@@ -64,8 +64,8 @@ def parameter_by_rank_0_alone(job: Job) -> None:
 )
 def trained_by_calls_of_the_plain_model(job: Job) -> None:
     """After the first calls the loop calls the wrapped model itself, which trains each Replica alone, and saves it."""
-    net = Returns(Chain(), F.mse_loss)
-    optimizer = Adam(net.parameters(), lr=0.01)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
     for x, target in job.batches(pairs):

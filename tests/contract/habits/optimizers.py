@@ -15,18 +15,10 @@ import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import REPLICAS, STAGES, Setting
-from tests.contract.training import WIDTH, Chain, Returns, clipped, learn, pairs
+from tests.contract.training import WIDTH, Chain, Returns, adam, chain_with_loss, clipped, learn, pairs
 
 SEVERAL_STAGES = (STAGES, Setting((3, 0, 5), 3, 1))
 WHOLE = "`optimizer.state_dict(from_global=True)` on all ranks"
-
-
-def _net() -> Returns:
-    return Returns(Chain(), F.mse_loss)
-
-
-def _adam(net: nn.Module) -> Optimizer:
-    return Adam(net.parameters(), lr=0.01)
 
 
 def _whole(model: nn.Module) -> dict[str, bool]:
@@ -49,7 +41,7 @@ def _on_first(job: Job, state: dict[str, Any]) -> Any:
 @equal()
 def parameter_outside_of_the_model(job: Job) -> None:
     """The optimizer has a parameter that is not the model's, such as a learned weight of the loss."""
-    net = _net()
+    net = chain_with_loss()
     weight = nn.Parameter(torch.ones(()) * (1 + job.rank))
     weight.data.fill_(1.0) if job.rank == 0 else None
     optimizer = SGD([*net.parameters(), weight], lr=0.1)
@@ -106,7 +98,7 @@ def parameter_that_the_criterion_uses(job: Job) -> None:
 @equal()
 def layers_thawed_and_added(job: Job) -> None:
     """Frozen layers are thawed after some steps, and go to the optimizer by `optimizer.add_param_group`."""
-    net = _net()
+    net = chain_with_loss()
     first = net.net.layers[0].requires_grad_(False)
     optimizer = Adam([param for param in net.parameters() if param.requires_grad], lr=0.01)
     model = job.wrap(net, optimizer)
@@ -122,7 +114,7 @@ def layers_thawed_and_added(job: Job) -> None:
 @equal()
 def own_parameters_added(job: Job) -> None:
     """`optimizer.add_param_group` gets what `model.named_parameters()` has after the first call: this rank's part."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = Adam(net.net.head.parameters(), lr=0.01)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
@@ -135,7 +127,7 @@ def own_parameters_added(job: Job) -> None:
 @equal()
 def lists_changed_by_hand(job: Job) -> None:
     """The script puts other lists and a new group into `optimizer.param_groups` after the first call."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
@@ -151,7 +143,7 @@ def lists_changed_by_hand(job: Job) -> None:
 @equal()
 def second_optimizer(job: Job) -> None:
     """Two optimizers share the model's parameters, and RaNNC is given one of them."""
-    net = _net()
+    net = chain_with_loss()
     optimizers = [Adam(net.net.layers.parameters(), lr=0.01), SGD(net.net.head.parameters(), lr=0.1, momentum=0.9)]
     model = job.wrap(net, optimizers[0])
     for batch in job.batches(pairs):
@@ -192,7 +184,7 @@ def optimizer_of_two_models_given_to_one(job: Job) -> None:
 @refused("MismatchError", "lists other parameters on rank 1", settings=(STAGES,), instead="the same on all ranks")
 def different_lists(job: Job) -> None:
     """The optimizer is made of different parameters on different ranks."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = SGD(list(net.parameters())[job.rank :], lr=0.1)
     learn(job, job.wrap(net, optimizer), optimizer)
 
@@ -203,8 +195,8 @@ def different_lists(job: Job) -> None:
 @equal()
 def optimizer_state_of_all_ranks(job: Job) -> None:
     """`optimizer.state_dict(from_global=True)` on all ranks, and `load_state_dict(..., from_global=True)`."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     _go_back(job, model, optimizer)
     job.state(model)
@@ -222,7 +214,7 @@ def _go_back(job: Job, model: nn.Module, optimizer: Optimizer) -> None:
 
 def _saved(make: Callable[[nn.Module], Optimizer]) -> dict[str, Any]:
     """A state with moments, of a plain model."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = make(net)
     for _ in range(2):
         optimizer.zero_grad()
@@ -235,9 +227,9 @@ def _saved(make: Callable[[nn.Module], Optimizer]) -> dict[str, Any]:
 @equal()
 def optimizer_state_before_the_first_call(job: Job) -> None:
     """`optimizer.load_state_dict(state, from_global=True)` before the first call, with a state on rank 0 alone."""
-    saved = _saved(_adam)
-    net = _net()
-    optimizer = _adam(net)
+    saved = _saved(adam)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     optimizer.load_state_dict(saved if job.rank == 0 else {}, **_whole(model))
     job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
@@ -250,13 +242,13 @@ def optimizer_state_before_the_first_call(job: Job) -> None:
 @equal(note="`from_global=True` is known from the optimizer's first step on")
 def state_of_an_optimizer_made_later(job: Job) -> None:
     """All ranks load the whole state into an optimizer that `RaNNCModule` was not given, before its first step."""
-    saved = _saved(_adam)
+    saved = _saved(adam)
     for called in (False, True):
-        net = _net()
+        net = chain_with_loss()
         model = job.wrap(net)
         if called:
             model(*job.batch(pairs))
-        optimizer = _adam(model)
+        optimizer = adam(model)
         optimizer.load_state_dict(copy.deepcopy(saved))
         for step in range(2):
             learn(job, model, optimizer, step=step)
@@ -278,7 +270,7 @@ def states_of_all_kinds(job: Job) -> None:
     ]
     for make in makes:
         saved = _saved(make)
-        net = _net()
+        net = chain_with_loss()
         optimizer = make(net)
         model = job.wrap(net, optimizer)
         optimizer.load_state_dict(saved)
@@ -291,8 +283,8 @@ def states_of_all_kinds(job: Job) -> None:
 @refused("RaNNCError", "from_global=True", "rank [012] alone", settings=SEVERAL_STAGES, instead=WHOLE)
 def state_of_a_part(job: Job) -> None:
     """`optimizer.state_dict()` where other ranks have a part of the state."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     learn(job, job.wrap(net, optimizer), optimizer)
     job.same("state", optimizer.state_dict())
 
@@ -300,17 +292,17 @@ def state_of_a_part(job: Job) -> None:
 @refused("RaNNCError", "from_global=True", settings=SEVERAL_STAGES, instead="`load_state_dict(..., from_global=True)`")
 def state_of_a_part_loaded(job: Job) -> None:
     """`optimizer.load_state_dict(state)` after the first call, where other ranks have a part of the state."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     learn(job, job.wrap(net, optimizer), optimizer)
-    optimizer.load_state_dict(_saved(_adam))
+    optimizer.load_state_dict(_saved(adam))
 
 
 @equal(settings=(REPLICAS, Setting((3, 3, 2), 1, 1)))
 def plain_state_of_one_stage(job: Job) -> None:
     """`optimizer.state_dict()` and `load_state_dict(state)` where every rank has all parameters."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
@@ -324,8 +316,8 @@ def plain_state_of_one_stage(job: Job) -> None:
 @refused("InputError|MismatchError", "groups of", instead="make the optimizer as it was when the state was saved")
 def state_of_another_optimizer(job: Job) -> None:
     """The state to load, with `from_global=True`, has other groups or numbers of parameters."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
     optimizer.load_state_dict(_saved(lambda net: Adam([*net.parameters()][:3])), **_whole(model))
@@ -334,11 +326,11 @@ def state_of_another_optimizer(job: Job) -> None:
 @refused("InputError|MismatchError", "has shape", "the parameter has", instead="load the state of this model")
 def state_of_another_model(job: Job) -> None:
     """The state to load, with `from_global=True`, has other shapes."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
-    saved = _saved(_adam)
+    saved = _saved(adam)
     saved["state"][3]["exp_avg"] = torch.zeros(5)
     optimizer.load_state_dict(saved, **_whole(model))
 
@@ -361,7 +353,7 @@ class ByGlobalNorm(Optimizer):
 
 
 def _by_global_norm(job: Job) -> None:
-    net = _net()
+    net = chain_with_loss()
     optimizer = ByGlobalNorm(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for step in range(2):
@@ -388,7 +380,7 @@ def optimizer_by_global_norm_in_one_stage(job: Job) -> None:
 
 
 def _lbfgs(job: Job) -> None:
-    net = _net()
+    net = chain_with_loss()
     optimizer = LBFGS(net.parameters(), lr=0.1, max_iter=4)
     model = job.wrap(net, optimizer)
     for batch in job.batches(pairs):
@@ -424,7 +416,7 @@ def optimizer_said_to_be_by_parameter(job: Job) -> None:
             assert self.param_groups[0]["params"][0].shape[-1] == WIDTH
             super().step()
 
-    net = _net()
+    net = chain_with_loss()
     optimizer = Picky(net.parameters(), lr=0.1)
     optimizer.by_parameter = True  # type: ignore[attr-defined]
     model = job.wrap(net, optimizer)
@@ -460,7 +452,7 @@ def _counting(net: Returns) -> Optimizer:
 @equal(settings=(*SEVERAL_STAGES, REPLICAS))
 def steps_counted_in_groups(job: Job) -> None:
     """The optimizer counts its steps in `group["step"]`, not where a group is empty; it is saved and loaded."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = _counting(net)
     model = job.wrap(net, optimizer)
     for step in range(3):

@@ -6,29 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import NOT_WHOLE, ONCE, REPLICAS, STAGES, Setting
-from tests.contract.training import Chain, Returns, learn, pairs
-
-
-def _net() -> Returns:
-    return Returns(Chain(), F.mse_loss)
-
-
-def _adam(net: nn.Module) -> Optimizer:
-    return Adam(net.parameters(), lr=0.01)
+from tests.contract.training import adam, chain_with_loss, learn, pairs
 
 
 @refused("MismatchError", '"weight_decay" of group 0', settings=ONCE, instead="give every rank the same value")
 def decay_by_rank(job: Job) -> None:
     """The script changes `weight_decay`, betas or momentum on one rank."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = AdamW(net.parameters(), lr=0.01)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
@@ -41,7 +32,7 @@ def decay_by_rank(job: Job) -> None:
 @refused("MismatchError", '"lr" of group 0', settings=ONCE, instead="give every rank the same value")
 def rate_in_a_tensor_by_rank(job: Job) -> None:
     """The learning rate is a tensor, and the script changes it in place on one rank."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = AdamW(net.parameters(), lr=torch.tensor(0.01))
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
@@ -54,8 +45,8 @@ def rate_in_a_tensor_by_rank(job: Job) -> None:
 @equal()
 def rate_warmed_up_from_zero(job: Job) -> None:
     """A schedule starts with a learning rate of 0."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     scheduler = LambdaLR(optimizer, lambda step: step / 4)
     model = job.wrap(net, optimizer)
     for step in range(3):
@@ -67,8 +58,8 @@ def rate_warmed_up_from_zero(job: Job) -> None:
 @equal((REPLICAS, Setting((3, 0, 5), 1, 4)), note="where every rank holds the whole model")
 def average_in_a_hook_after_the_step(job: Job) -> None:
     """`optimizer.register_step_post_hook(...)`, before the first call, with an average of `net.parameters()`."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     average = [param.detach().clone() for param in net.parameters()]
 
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -86,8 +77,8 @@ def average_in_a_hook_after_the_step(job: Job) -> None:
 @equal()
 def frozen_with_gradients(job: Job) -> None:
     """Layers are frozen while they have gradients, with which the optimizer goes on as torch has it."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
     first = net.net.layers[0].requires_grad_(False)
@@ -108,8 +99,8 @@ def frozen_with_gradients(job: Job) -> None:
 @equal()
 def weight_decay_by_gradients(job: Job) -> None:
     """The script adds each parameter to its gradient (`param.grad.add_(param, alpha=0.1)`) before a step."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     for step in range(2):
         optimizer.zero_grad()
@@ -125,8 +116,8 @@ def weight_decay_by_gradients(job: Job) -> None:
 @equal((REPLICAS, STAGES, *(Setting((3, 0, 5), 1, 2, level) for level in "123")))
 def steps_compiled(job: Job) -> None:
     """`step = torch.compile(optimizer.step)`, which the loop calls."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     step = torch.compile(optimizer.step, backend="eager")
     for number in range(3):
@@ -139,8 +130,8 @@ def steps_compiled(job: Job) -> None:
 @refused("MismatchError", "optimizer.step", instead="decide by what is equal on all ranks")
 def step_left_out_on_one_rank(job: Job) -> None:
     """One rank leaves out `optimizer.step()`, as by the loss of its own rows."""
-    net = _net()
-    optimizer = _adam(net)
+    net = chain_with_loss()
+    optimizer = adam(net)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
     model(*job.batch(pairs, 1)).backward()
@@ -153,7 +144,7 @@ _CLEARED = (REPLICAS, STAGES, Setting((5, 3), 1, 1, "1"), Setting((5, 3), 1, 1, 
 
 
 def _clear_on_one_rank(job: Job, clear: Callable[[nn.Module, Optimizer], None]) -> None:
-    net = _net()
+    net = chain_with_loss()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     model(*job.batch(pairs)).backward()
@@ -167,7 +158,7 @@ def _clear_on_one_rank(job: Job, clear: Callable[[nn.Module, Optimizer], None]) 
 @refused("MismatchError", "optimizer.zero_grad", settings=_CLEARED, instead="decide by what is equal on all ranks")
 def gradients_cleared_before_a_step_on_one_rank(job: Job) -> None:
     """One rank calls `optimizer.zero_grad()` before a step, as after a loss of its own rows that is not finite."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
@@ -194,7 +185,7 @@ def gradients_of_the_model_cleared_on_one_rank(job: Job) -> None:
 @equal(settings=_CLEARED)
 def gradients_cleared_twice_on_one_rank(job: Job) -> None:
     """One rank calls `optimizer.zero_grad()` once more than the others, where there is nothing left to clear."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for step in range(3):
@@ -207,7 +198,7 @@ def gradients_cleared_twice_on_one_rank(job: Job) -> None:
 @refused("MismatchError", "lr", "was not given", instead="give every rank the same value")
 def rate_of_a_further_optimizer_on_one_rank(job: Job) -> None:
     """An optimizer that `RaNNCModule` was not given gets another learning rate on one rank."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net)
     learn(job, model, optimizer)
@@ -219,7 +210,7 @@ def rate_of_a_further_optimizer_on_one_rank(job: Job) -> None:
 @refused("MismatchError", "optimizer.step", instead="decide by what is equal on all ranks")
 def step_of_a_further_optimizer_left_out_on_one_rank(job: Job) -> None:
     """One rank leaves out a step of an optimizer that `RaNNCModule` was not given."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net)
     learn(job, model, optimizer)
@@ -232,7 +223,7 @@ def step_of_a_further_optimizer_left_out_on_one_rank(job: Job) -> None:
 @equal(NOT_WHOLE)
 def noise_added_to_gradients(job: Job) -> None:
     """`param.grad.add_(torch.randn_like(param) * 0.1)`, with the same seed on all ranks."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for step, batch in enumerate(job.batches(pairs)):
@@ -250,7 +241,7 @@ def noise_added_to_gradients(job: Job) -> None:
 @equal(NOT_WHOLE[:-1], note="where gradients are whole")
 def gradients_summed_by_hand(job: Job) -> None:
     """Copies of gradients (`param.grad.clone()`, `.detach()`, `.contiguous()`) are summed and put back in place."""
-    net = _net()
+    net = chain_with_loss()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for step in range(0, 4, 2):
