@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from pyrannc.capture.chance import is_generator, other_generators_restored, torch_draws
 from pyrannc.errors import RaNNCError
+from pyrannc.store.shown_state import kept_state
 
 _STEPS = 4
 _EXTENT = 3
@@ -178,7 +179,7 @@ def _made_up(like: Tensor, device: torch.device, generator: Generator) -> Tensor
 def state_like(optimizer: Optimizer, param: Tensor, made: Tensor, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """The state of a parameter for a made-up one; ``dtype``: of what has its shape, where that is to be another."""
     small = {}
-    for name, value in optimizer.state.get(param, {}).items():
+    for name, value in kept_state(optimizer.state.get(param, {})).items():
         shaped = isinstance(value, Tensor) and value.shape == param.shape and value.numel()
         small[name] = (
             value.new_full(made.shape, value.double().mean().item(), dtype=dtype or value.dtype)

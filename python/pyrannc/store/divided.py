@@ -25,6 +25,7 @@ from pyrannc.job.exchange import Group, gather_each
 from pyrannc.store.buckets import Bucket, elements, elements_by, like, strides_of, within
 from pyrannc.store.elsewhere import Guarded
 from pyrannc.store.gathered import GatheredBucket
+from pyrannc.store.shown_state import StateForm
 from pyrannc.store.spread_tensor import SpreadTensor, is_absent, is_spread, own_piece, spread_gradient, spread_param
 
 GroupOf: TypeAlias = Callable[[tuple[int, ...]], Group | None]
@@ -51,21 +52,29 @@ class Piece:
         part: which elements.
         own: these, in one dimension.
         home: where the parameter's elements lie; ``None`` where it is not whole.
+        name: first name of the parameter.
+        ranks: that have its parts.
 
     Attributes:
         param: as given.
+        form: of its state, where a part of that is kept here.
         tensor: a parameter of these elements, in the same memory: in one dimension, or formed like the whole if it is
             all of them; ``None`` if it is none of them.
     """
 
-    def __init__(self, param: nn.Parameter, part: Part, own: Tensor, home: Tensor | None) -> None:
+    def __init__(
+        self, param: nn.Parameter, part: Part, own: Tensor, home: Tensor | None, name: str, ranks: tuple[int, ...]
+    ) -> None:
         self.param = param
         self._part = part
         self._home = home
         self._strides = strides_of(param)
         self._is_whole = part.end - part.start == param.numel()
         self.tensor: nn.Parameter | None = None
+        self.form: StateForm | None = None
         if part.end > part.start:
+            if not self._is_whole:
+                self.form = StateForm(name, ranks, param.size(), self._strides, part.start, part.end)
             self.tensor = nn.Parameter(like(own, param) if self._is_whole else own, param.requires_grad)
 
     def come_home(self) -> None:
@@ -204,7 +213,7 @@ class DividedParams:
             like(home, param).copy_(param)
             param.data = like(home, param)
             own = elements(param.detach(), part.start, part.end)
-            self.pieces[id(param)] = Piece(param, part, own, home)
+            self.pieces[id(param)] = Piece(param, part, own, home, shared.name, bucket.ranks)
         self._flats.append((bucket, flat))
 
     def _part(self, bucket: Bucket) -> None:
@@ -222,7 +231,7 @@ class DividedParams:
             spread_param(param, shared.name, bucket.ranks, own.detach(), part.start)
             # What stood there before, as from another deployment, stays.
             param.grad = None if grad is None else self.own_gradient(shared.name, param, grad.to(bucket.device))
-            self.pieces[id(param)] = Piece(param, part, own.detach(), None)
+            self.pieces[id(param)] = Piece(param, part, own.detach(), None, shared.name, bucket.ranks)
 
     def _own_part(self, name: str) -> Part:
         rank = process.get_rank()

@@ -69,6 +69,8 @@ class Home:
         """
         if self.is_of_gradient:
             why, whole = "backward() has summed gradients over ranks", "model.get_param_grad(name)"
+        elif self.is_of_state:
+            why, whole = "RaNNC keeps ranks equal", "optimizer.state_dict(from_global=True)"
         else:
             why, whole = "RaNNC keeps ranks equal", "model.state_dict()"
         raise RaNNCError(
@@ -84,6 +86,8 @@ class Home:
             writes: to nothing else but this tensor.
         """
         asked = _initialiser() or _title(name)
+        if self.is_of_state and writes:
+            raise RaNNCError(f"{self}, so {asked} cannot write it here. {self._instead}")
         if self.is_of_gradient or not (writes or asked.startswith("nn.init.")):
             self.refuse(asked)
         kept = "; RANNC_ENABLE_ZERO=2 keeps parameters whole" if self.spread else ""
@@ -98,7 +102,17 @@ class Home:
         return "gradient" in self.kind
 
     @property
+    def is_of_state(self) -> bool:
+        """True for the optimizer's state of a parameter."""
+        return self.kind.startswith("the optimizer's state")
+
+    @property
     def _instead(self) -> str:
+        if self.is_of_state:
+            return (
+                "optimizer.state_dict(from_global=True), which all ranks call, gives rank 0 the whole, and "
+                "optimizer.load_state_dict(state, from_global=True) takes it back; RANNC_ENABLE_ZERO=off keeps it whole"
+            )
         if self.is_of_gradient:
             calls = "model.get_param_grad(name) or model.clip_grad_norm(max_norm), which all ranks call"
         else:

@@ -23,6 +23,7 @@ from pyrannc.store.carry import Route, carry
 from pyrannc.store.course import course_of
 from pyrannc.store.divided import DividedParams, part_of_state, whole_state
 from pyrannc.store.elsewhere import is_elsewhere
+from pyrannc.store.no_state import forget_missing
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
 from pyrannc.store.own_listed import (
     all_listed,
@@ -30,9 +31,11 @@ from pyrannc.store.own_listed import (
     end_failed_step,
     note_clear,
     own_listed,
+    show_state,
     step_with_own,
 )
 from pyrannc.store.param_lists import Listed, ParamLists
+from pyrannc.store.shown_state import kept_state
 from pyrannc.store.spread_tensor import is_spread
 from pyrannc.store.store import ParamStore
 from pyrannc.store.unscale import forget_overflow
@@ -214,6 +217,7 @@ class UserOptimizer:
         for item in moved:
             if rank in item.ranks:
                 self._place(item)
+        show_state(self.optimizer, self._divided())
 
     def _take_first_state(self, items: list[Listed], device: torch.device, *, loose: bool) -> None:
         """Gives the ranks that list a parameter rank 0's state of it, and all of them what is of no parameter."""
@@ -275,7 +279,7 @@ class UserOptimizer:
             for key, (item, part) in enumerate(sources)
         ]
         own = {
-            route.key: state[item.param]
+            route.key: kept_state(state[item.param])
             for route, (item, _) in zip(routes, sources, strict=True)
             if route.source == process.get_rank() and item.param in state
         }
@@ -312,6 +316,7 @@ class UserOptimizer:
         if lists.stores:
             return
         state = self.optimizer.state
+        forget_missing(state)
         in_order = [(item.param, state.pop(item.param)) for item in lists.all() if item.param in state]
         state.update(in_order)
         self._lists = None
@@ -371,7 +376,10 @@ class UserOptimizer:
         if not from_global:
             self._refuse_part(from_global, "state_dict(from_global=True)")
             with own_listed(self.optimizer):
-                return self._plain_state_dict()
+                found = self._plain_state_dict()
+            if not self._divided():
+                return found
+            return {**found, "state": {key: kept_state(value) for key, value in found["state"].items()}}
         with collective("optimizer.state_dict(from_global=True)"):
             if self._lists is None:
                 return self._plain_state_dict() if process.get_rank() == 0 else {}
@@ -431,6 +439,7 @@ class UserOptimizer:
             self._refuse_part(from_global, "load_state_dict(state, from_global=True)")
             with own_listed(self.optimizer):
                 self._plain_load_state_dict(state_dict)
+            show_state(self.optimizer, self._divided())
             return
         with collective("optimizer.load_state_dict(..., from_global=True)"):
             if self._lists is not None:
@@ -456,6 +465,7 @@ class UserOptimizer:
             for group, size, end in zip(local["param_groups"], lists.sizes, ends, strict=True)
         ]
         agree.together(lambda: self._plain_load_state_dict({**local, "state": state, "param_groups": groups}))
+        show_state(self.optimizer, self._divided())
         self._first_has_state = self._lists is None
 
 

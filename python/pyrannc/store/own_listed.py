@@ -19,6 +19,8 @@ from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job.faults import collective
 from pyrannc.store.course import course_of
 from pyrannc.store.divided import DividedParams, Piece, Works
+from pyrannc.store.no_state import forget_missing, tell_of_missing
+from pyrannc.store.shown_state import kept_state, shown_state
 from pyrannc.store.spread_tensor import Spread
 
 _KEYS = ("params", "param_names")
@@ -198,7 +200,8 @@ def _hide(optimizer: Optimizer, found: Sequence[Works], step: Any = None) -> Non
     with DisableTorchFunctionSubclass():
         for piece in hidden.pieces:
             piece.take_gradient()
-    _move_state(optimizer, [(piece.param, piece.tensor) for piece in hidden.pieces])
+    forget_missing(optimizer.state)
+    _give_state(optimizer, hidden.pieces)
 
 
 def _show(optimizer: Optimizer) -> None:
@@ -211,7 +214,9 @@ def _show(optimizer: Optimizer) -> None:
             group.update(all_of_them)
     for piece in hidden.pieces:
         piece.drop_gradient()
-    _move_state(optimizer, [(piece.tensor, piece.param) for piece in hidden.pieces])
+    _take_state(optimizer, hidden.pieces)
+    if hidden.groups:
+        tell_of_missing(optimizer.state)
 
 
 def _refuse_parts(optimizer: Optimizer, found: Sequence[Works]) -> None:
@@ -222,12 +227,26 @@ def _refuse_parts(optimizer: Optimizer, found: Sequence[Works]) -> None:
             works.parts_of_others.home.refuse(f"{type(optimizer).__name__}, which was not given to RaNNCModule,")
 
 
-def _move_state(optimizer: Optimizer, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+def _give_state(optimizer: Optimizer, pieces: Sequence[Piece]) -> None:
     """State is listed under the parameter, but kept by an optimizer under what it works with."""
     state = optimizer.state
-    for source, target in pairs:
-        if source is None or target is None or source is target:
-            continue
-        moved = state.pop(source, _NOTHING)
+    for piece in pieces:
+        moved = _NOTHING if piece.tensor is None else state.pop(piece.param, _NOTHING)
+        if piece.tensor is not None and moved is not _NOTHING:
+            state[piece.tensor] = kept_state(moved, piece.form)
+
+
+def _take_state(optimizer: Optimizer, pieces: Sequence[Piece]) -> None:
+    state = optimizer.state
+    for piece in pieces:
+        moved = _NOTHING if piece.tensor is None else state.pop(piece.tensor, _NOTHING)
         if moved is not _NOTHING:
-            state[target] = moved
+            state[piece.param] = shown_state(moved, piece.form)
+
+
+def show_state(optimizer: Optimizer, divided: Sequence[DividedParams]) -> None:
+    """Outside of steps, where parts of state have been put under parameters: shows them as scripts find them."""
+    state = optimizer.state
+    for piece in [piece for params in divided for piece in params.pieces.values()]:
+        if piece.param in state:
+            state[piece.param] = shown_state(state[piece.param], piece.form)

@@ -106,6 +106,22 @@ def spread_param(param: nn.Parameter, name: str, ranks: tuple[int, ...], piece: 
     param.piece, param.start = piece, start
 
 
+def spread_state(
+    size: torch.Size, strides: tuple[int, ...], name: str, ranks: tuple[int, ...], piece: Tensor, start: int
+) -> SpreadTensor:
+    """What scripts find of the optimizer's state of a parameter.
+
+    Args:
+        size: of the parameter, and its ``strides``.
+        name: its first name.
+        ranks: that have the pieces.
+        piece: this rank's.
+        start: place of its first element.
+    """
+    home = Home("the optimizer's state of parameter", name, ranks, piece.device, strides, spread=True)
+    return _made(torch.empty_strided(size, strides, dtype=piece.dtype, device="meta"), home, piece, start)
+
+
 def own_gradient(param: Tensor) -> Tensor | None:
     """What this rank has of a parameter's gradient."""
     with DisableTorchFunctionSubclass():

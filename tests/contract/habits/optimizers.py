@@ -335,6 +335,73 @@ def state_of_another_model(job: Job) -> None:
     optimizer.load_state_dict(saved, **_whole(model))
 
 
+_DIVIDED_STATE = tuple(Setting((5, 3), 1, 2, level) for level in "123")
+
+
+@refused(
+    "RaNNCError|NoStateError",
+    "__setitem__.. cannot write|has no",
+    r"state_dict\(from_global=True\)",
+    settings=_DIVIDED_STATE,
+    instead=f"{WHOLE}, changed on rank 0 and loaded with `from_global=True`",
+)
+def state_of_rows_where_it_is_divided(job: Job) -> None:
+    """`optimizer.state[p]["exp_avg"][rows] = 0`, as for tokens that are renewed, where Replicas divide the state."""
+    net = chain_with_loss()
+    optimizer = adam(net)
+    learn(job, job.wrap(net, optimizer), optimizer)
+    for param in net.parameters():
+        optimizer.state[param]["exp_avg"][1:3] = 0
+
+
+@refused("RaNNCError|NoStateError", "norm.* cannot read|has no", settings=_DIVIDED_STATE, instead=WHOLE)
+def state_read_where_it_is_divided(job: Job) -> None:
+    """`optimizer.state[p]["exp_avg"].norm()` where Replicas divide the state."""
+    net = chain_with_loss()
+    optimizer = adam(net)
+    learn(job, job.wrap(net, optimizer), optimizer)
+    job.same("norms", [optimizer.state[param]["exp_avg"].norm() for param in net.parameters()])
+
+
+@refused("NoStateError", 'has no "exp_avg"', settings=(STAGES,), instead=f"`if param in optimizer.state`, or {WHOLE}")
+def state_of_other_ranks_read(job: Job) -> None:
+    """`optimizer.state[p]["exp_avg"]` of every parameter, where other ranks keep the state of some."""
+    net = chain_with_loss()
+    optimizer = adam(net)
+    learn(job, job.wrap(net, optimizer), optimizer)
+    for param in net.parameters():
+        optimizer.state[param]["exp_avg"].zero_()
+
+
+@equal((*SEVERAL_STAGES, REPLICAS, *_DIVIDED_STATE, Setting((3, 3, 2), 2, 2, "3")))
+def state_changed_in_place(job: Job) -> None:
+    """All that `optimizer.state` has is scaled, copied and put back (`for state in optimizer.state.values(): ...`)."""
+    net = chain_with_loss()
+    optimizer = adam(net)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    saved = {param: copy.deepcopy(state) for param, state in optimizer.state.items()}
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+        state["exp_avg_sq"].zero_()
+        state["step"] = torch.tensor(7.0)
+    learn(job, model, optimizer, step=1)
+    for param in net.parameters():
+        if param in optimizer.state:
+            optimizer.state[param] = saved[param]
+            assert optimizer.state[param]["exp_avg"].shape == param.shape
+        assert not len(optimizer.state[param]) or "exp_avg_sq" in optimizer.state[param]
+    learn(job, model, optimizer, step=2)
+    for param, state in optimizer.state.items():
+        state.update(exp_avg=torch.ones(param.shape), exp_avg_sq=saved[param]["exp_avg_sq"].clone())
+    learn(job, model, optimizer, step=3)
+    for param in list(optimizer.state):
+        optimizer.state[param] = {**optimizer.state[param], "step": torch.tensor(3.0)}
+    learn(job, model, optimizer, step=4)
+    job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
+    job.state(model)
+
+
 # Optimizers that look at all parameters
 
 

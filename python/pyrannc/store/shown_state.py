@@ -1,0 +1,115 @@
+"""The optimizer's state of parameters that Replicas update in parts, as scripts find it between steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pyrannc.errors import RaNNCError
+from pyrannc.store.buckets import elements_by
+from pyrannc.store.no_state import NoState
+from pyrannc.store.spread_tensor import is_spread, own_piece, spread_state
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """Where this rank's part of a parameter's state belongs.
+
+    Attributes:
+        name: first name of the parameter.
+        ranks: that have the parts.
+        size: of the parameter.
+        strides: of its elements in memory.
+        start: place of the part's first element among them.
+        end: behind its last one.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    size: torch.Size
+    strides: tuple[int, ...]
+    start: int
+    end: int
+
+    def shown(self, value: Any) -> Any:
+        """What stands for a value: a tensor of the part's elements is shown as one of the parameter's form."""
+        if not isinstance(value, Tensor) or value.shape != (self.end - self.start,):
+            return value
+        return spread_state(self.size, self.strides, self.name, self.ranks, value, self.start)
+
+    def kept(self, value: Any) -> Any:
+        """Of a value that a script sets what this rank keeps."""
+        if not isinstance(value, Tensor):
+            return value
+        if is_spread(value):
+            return own_piece(value)
+        if value.shape != self.size:
+            return value
+        return elements_by(self.strides, value.detach(), self.start, self.end).clone()
+
+
+class ShownState(MutableMapping[Any, Any]):
+    """The state of one parameter; its tensors refuse what would need the whole.
+
+    Args:
+        kept: what the optimizer works with.
+        form: of the parameter.
+    """
+
+    __slots__ = ("_form", "kept")
+
+    def __init__(self, kept: MutableMapping[Any, Any], form: StateForm) -> None:
+        self.kept = kept
+        self._form = form
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._form.shown(self.kept[key])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.kept[key] = self._form.kept(value)
+
+    def __delitem__(self, key: Any) -> None:
+        del self.kept[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.kept)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShownState:
+        return ShownState(copy.deepcopy(self.kept, memo), self._form)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise RaNNCError(
+            f'the optimizer\'s state of parameter "{self._form.name}" is divided among ranks, so it cannot be '
+            "pickled, as torch.save(optimizer) does: save optimizer.state_dict(from_global=True), which all ranks call"
+        )
+
+
+def shown_state(state: Any, form: StateForm | None) -> Any:
+    """What a script finds.
+
+    Args:
+        form: None where what is kept is the whole.
+    """
+    return ShownState(state, form) if form is not None and isinstance(state, dict) else state
+
+
+def kept_state(state: Any, form: StateForm | None = None) -> Any:
+    """What the optimizer works with, of what a script has found, or, given the form, has set."""
+    if isinstance(state, ShownState):
+        return state.kept
+    if type(state) is NoState:
+        return dict(state)
+    if form is None or not isinstance(state, Mapping):
+        return state
+    return {key: form.kept(value) for key, value in state.items()}
