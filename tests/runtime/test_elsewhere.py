@@ -125,11 +125,27 @@ def test_what_sends_contents_is_refused(name: str, alone: None) -> None:
             SENDING[name](tensor)
 
 
+def test_a_method_of_a_group_refuses_what_is_not_here(alone: None) -> None:
+    weight, world = half_model()[0].weight, distributed.group.WORLD
+    assert world is not None
+    calls: list[Callable[[], Any]] = [
+        lambda: world.broadcast(weight.data, 0),
+        lambda: world.broadcast([weight.data], distributed.BroadcastOptions()),
+        lambda: world.allreduce([weight.grad]),
+        lambda: world.allgather([[REAL]], [weight.data]),
+    ]
+    for call in calls:
+        with pytest.raises(RaNNCError, match=r"group\.\w+\(\) can neither send .*leave .* out"):
+            call()
+
+
 def test_what_is_here_is_sent(alone: None) -> None:
     half_model()
     sent = REAL.clone()
     distributed.broadcast(sent, 0)
     distributed.all_gather([sent], REAL)
+    assert distributed.group.WORLD is not None
+    distributed.group.WORLD.broadcast(sent, 0).wait()
     assert torch.equal(sent, REAL)
 
 

@@ -35,6 +35,7 @@ from pyrannc.store.after_backward import forget_beside, forget_shares
 from pyrannc.store.by_parameter import refuse_across, why_across
 from pyrannc.store.course import course_of
 from pyrannc.store.former import Former
+from pyrannc.store.held_by_some import forget_holders, note_holders
 from pyrannc.store.later import LaterOptimizers
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.own_listed import note_clear
@@ -150,6 +151,7 @@ class DeployedModel(StateOfModel):
         deployment = self._deployment
         self._agreement.deployment = next(_deployments)
         self._note_used_params(store)
+        note_holders(store)
         agree.together(lambda: note_deployed(store, self._user_optimizer))
         if self._user_optimizer is not None:
             self._user_optimizer.narrow(store)
@@ -219,6 +221,8 @@ class DeployedModel(StateOfModel):
     def _forget_deployment(self) -> None:
         if self._later is not None:
             self._later.end()
+        if self._deployment is not None:
+            forget_holders(self._deployment.store)
         self._deployment = self._later = None
         self._variants.clear()
         self._lengths.clear()

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.capture.lacking import Lacking
-from pyrannc.capture.torch_internals.patching import CHECKS_OF_SENT, PatchPoint
+from pyrannc.capture.torch_internals.patching import CHECKS_OF_SENT, GROUP_METHODS, PatchPoint
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
+from pyrannc.store.held_by_some import held_by_some
 from pyrannc.store.unscale import UNSCALE, changes_of, forget_overflow, is_told, unscale_own
 
 
@@ -55,18 +56,15 @@ class Home:
         if self.spread:
             return f'{self.kind} "{self.name}" is divided among ranks {_list(self.ranks)}'
         where = "rank " + " and ".join(map(str, self.ranks)) if len(self.ranks) < 3 else f"ranks {_list(self.ranks)}"
-        return f'{self.kind} "{self.name}" is on {where}, not on rank {process.get_rank()}'
+        own = process.get_rank()
+        return f'{self.kind} "{self.name}" is on {where}, not on {"others" if own in self.ranks else f"rank {own}"}'
 
     def refuse(self, asked: str) -> NoReturn:
         """Raises what a script gets that reads contents."""
         raise RaNNCError(f"{self}, so {asked} cannot read it here. {self._instead}")
 
-    def refuse_sending(self, name: str) -> NoReturn:
-        """Raises what a script gets that sends contents to other ranks, or takes them from these.
-
-        Args:
-            name: of the function of ``torch.distributed``.
-        """
+    def refuse_sending(self, call: str) -> NoReturn:
+        """Raises what a script gets that sends contents to other ranks, or takes them from these, by such a call."""
         if self.is_of_gradient:
             why, whole = "backward() has summed gradients over ranks", "model.get_param_grad(name)"
         elif self.is_of_state:
@@ -74,7 +72,7 @@ class Home:
         else:
             why, whole = "RaNNC keeps ranks equal", "model.state_dict()"
         raise RaNNCError(
-            f"{self}, so dist.{name}() can neither send nor receive it here. {why}: leave dist.{name}() out. {whole}, "
+            f"{self}, so {call} can neither send nor receive it here. {why}: leave {call} out. {whole}, "
             "which all ranks call, gives what is whole"
         )
 
@@ -278,6 +276,7 @@ _COPIES_OF_GRADIENT = named("clone detach contiguous")
 _DISTRIBUTED = CHECKS_OF_SENT[0].owner.__name__
 _OF_SENDING = (_DISTRIBUTED, "torch.distributed.c10d_logger")
 """Python modules between a script's call and the checks."""
+_OWN = "pyrannc."
 DRAWN = named("rand_like randn_like randint_like")
 """What draws a whole tensor of a form, on all ranks alike, so that their generators stay in step."""
 
@@ -295,7 +294,7 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     first: Guarded = guarded[0]
     home = first._home
     if is_sending(func):
-        home.refuse_sending(name)
+        home.refuse_sending(f"dist.{name}()")
     if name == UNSCALE:
         own = [grad for grad in args[0] if not isinstance(grad, Guarded)]
         note_replaced(args[0])
@@ -487,28 +486,56 @@ def is_sending(func: Any) -> bool:
 
 @cache
 def _watch_sending() -> None:
-    """From now on, functions of ``torch.distributed`` refuse guarded tensors, of which most ask nothing."""
+    """From now on, functions of ``torch.distributed`` and methods of groups refuse what not all ranks have, of which
+    most ask nothing."""
     for point in CHECKS_OF_SENT:
-        setattr(point.owner, point.name, _refusing_guarded(point))
+        setattr(point.owner, point.name, _refusing_function(point))
+    for point in GROUP_METHODS:
+        setattr(point.owner, point.name, _refusing_method(point))
 
 
-def _refusing_guarded(point: PatchPoint) -> Callable[..., None]:
+def _refusing_function(point: PatchPoint) -> Callable[..., None]:
     original = point.original
 
     def check(sent: Any, *args: Any) -> None:
-        for tensor in sent if isinstance(sent, (list, tuple)) else (sent,):
-            if isinstance(tensor, Guarded):
-                tensor.home.refuse_sending(_sender(sys._getframe(1)))
+        frame = caller = sys._getframe(1)
+        while caller.f_globals.get("__name__", "") in _OF_SENDING and caller.f_back is not None:
+            caller = caller.f_back
+        if not caller.f_globals.get("__name__", "").startswith(_OWN):
+            _refuse_sent(sent if isinstance(sent, (list, tuple)) else [sent], f"dist.{_sender(frame, caller)}()")
         original(sent, *args)
 
     return check
 
 
-def _sender(frame: FrameType | None) -> str:
-    """The function of ``torch.distributed`` that a script calls, from a frame inside of it."""
+def _refusing_method(point: PatchPoint) -> Callable[..., Any]:
+    original = point.original
+
+    @wraps(original)
+    def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller != _DISTRIBUTED and not caller.startswith(_OWN):
+            _refuse_sent(pytree.tree_leaves((args, kwargs)), f"group.{point.name}()")
+        return original(group, *args, **kwargs)
+
+    return method
+
+
+def _refuse_sent(sent: Iterable[object], call: str) -> None:
+    for tensor in sent:
+        if isinstance(tensor, Guarded):
+            tensor.home.refuse_sending(call)
+        held = held_by_some(tensor) if isinstance(tensor, Tensor) else None
+        if isinstance(tensor, Tensor) and held is not None:
+            kind = "the gradient of parameter" if held.is_gradient else "parameter or buffer"
+            Home(kind, held.name, held.ranks, tensor.device, tensor.stride()).refuse_sending(call)
+
+
+def _sender(frame: FrameType | None, caller: FrameType) -> str:
+    """The function of ``torch.distributed`` that is called, from a frame inside of it."""
     found = ""
-    while frame is not None and frame.f_globals.get("__name__") in _OF_SENDING:
-        if frame.f_globals["__name__"] == _DISTRIBUTED:
+    while frame is not None and frame is not caller:
+        if frame.f_globals.get("__name__", "") == _DISTRIBUTED:
             name = frame.f_code.co_name
             found = "P2POp" if name.startswith("__") else name
         frame = frame.f_back

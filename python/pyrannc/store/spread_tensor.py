@@ -166,7 +166,7 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
     leaves = pytree.tree_leaves((tuple(args), kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, Spread))
     if is_sending(func):
-        first.home.refuse_sending(name)
+        first.home.refuse_sending(f"dist.{name}()")
     in_place = in_place_of(name, args, kwargs)
     if in_place is not None:
         return _done_to_pieces(in_place, function_name(in_place), args, without_out(kwargs))

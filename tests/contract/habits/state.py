@@ -86,7 +86,7 @@ def averaged_model(job: Job) -> None:
     "RaNNCError",
     r"dist\.broadcast\(\) can neither send nor receive",
     "leave",
-    settings=(Setting((5, 3), 1, 2, zero="3"),),
+    settings=(STAGES, Setting((5, 3), 1, 2, zero="3")),
     instead="leave it out: RaNNC keeps ranks equal",
 )
 def parameters_broadcast_by_the_script(job: Job) -> None:
@@ -94,6 +94,34 @@ def parameters_broadcast_by_the_script(job: Job) -> None:
     net, _, _ = _learned(job)
     for param in net.parameters() if job.ranks > 1 else ():
         torch.distributed.broadcast(param.data, 0)
+
+
+@refused(
+    "RaNNCError",
+    r"dist\.all_reduce\(\) can neither send nor receive",
+    "backward.. has summed",
+    settings=(STAGES,),
+    instead="leave it out: gradients are those of the global batch",
+)
+def gradients_averaged_by_the_script(job: Job) -> None:
+    """`dist.all_reduce(param.grad)` after a backward, where other ranks hold a part of the parameters."""
+    net, _, _ = _learned(job)
+    for param in net.parameters() if job.ranks > 1 else ():
+        torch.distributed.all_reduce(param.grad)
+
+
+@refused(
+    "RaNNCError",
+    r"group\.broadcast\(\) can neither send nor receive",
+    "leave",
+    settings=(STAGES, Setting((5, 3), 1, 2, zero="3")),
+    instead="leave it out: RaNNC keeps ranks equal",
+)
+def parameters_broadcast_by_a_group(job: Job) -> None:
+    """`dist.group.WORLD.broadcast(param.data, 0)`, where other ranks hold a part of the parameters."""
+    net, _, _ = _learned(job)
+    for param in net.parameters() if job.ranks > 1 else ():
+        torch.distributed.group.WORLD.broadcast(param.data, 0).wait()
 
 
 @equal(settings=(REPLICAS,))
