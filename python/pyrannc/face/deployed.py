@@ -32,7 +32,7 @@ from pyrannc.planning.search import Request
 from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.store.after_backward import forget_beside, forget_shares
-from pyrannc.store.by_parameter import refuse_across, why_across
+from pyrannc.store.by_parameter import refuse_across, refuse_sparse, why_across
 from pyrannc.store.course import course_of
 from pyrannc.store.former import Former
 from pyrannc.store.held_by_some import forget_holders, note_holders
@@ -103,6 +103,7 @@ class DeployedModel(StateOfModel):
             doubt.look_and_settle(call.batch)
 
     def _plan(self, variant: Variant, call: AgreedCall) -> Plan:
+        agree.together(lambda: refuse_sparse(self.optimizer, set(map(id, self.model.parameters()))))
         request = Request(
             variant=variant,
             samples=call.tensors,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from pyrannc.capture.chance import is_generator, other_generators_restored, torch_draws
 from pyrannc.errors import RaNNCError
@@ -43,6 +43,22 @@ def refuse_across(optimizer: Optimizer | None, stages: int, device: torch.device
             f"updates its own parameters: {reason}. Force {instead}, or use another "
             "optimizer; if it does treat each parameter by itself, say so by `optimizer.by_parameter = True` before "
             "the first call of the model"
+        )
+
+
+def refuse_sparse(optimizer: Optimizer | None, params: Set[int]) -> None:
+    """Raises RaNNCError of an optimizer that takes no gradients but sparse ones, where it lists a model's parameters.
+
+    Args:
+        params: ``id`` of each parameter of the model.
+    """
+    if isinstance(optimizer, SparseAdam) and any(
+        id(param) in params for group in optimizer.param_groups for param in group["params"]
+    ):
+        raise RaNNCError(
+            "SparseAdam takes sparse gradients only, but RaNNC gives a model's parameters dense ones, also those of "
+            "nn.Embedding(sparse=True): use SGD or Adagrad, which do the same with dense gradients as with sparse "
+            "ones, or Adam, which also moves rows that the batch does not have"
         )
 
 

@@ -14,6 +14,7 @@ from pyrannc.capture.torch_internals.gradients import graph_task, kept_uncompile
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
+from pyrannc.store.by_parameter import refuse_sparse
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.own_listed import hide_last
 from pyrannc.store.store import ParamStore
@@ -60,6 +61,7 @@ class LaterOptimizers:
             return
         lists_own = self._has_some_of(optimizer)
         if lists_own:
+            refuse_sparse(optimizer, self._params)
             self._refuse_inside_backward(optimizer)
         self._seen.add(optimizer)
         if lists_own:

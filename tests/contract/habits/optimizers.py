@@ -9,13 +9,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.optim import LBFGS, SGD, Adadelta, Adafactor, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import LBFGS, SGD, Adadelta, Adafactor, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
 import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import REPLICAS, STAGES, Setting
-from tests.contract.training import WIDTH, Chain, Returns, adam, chain_with_loss, clipped, learn, pairs
+from tests.contract.training import (
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    Chain,
+    Returns,
+    adam,
+    chain_with_loss,
+    clipped,
+    learn,
+    padded,
+    pairs,
+)
 
 SEVERAL_STAGES = (STAGES, Setting((3, 0, 5), 3, 1))
 WHOLE = "`optimizer.state_dict(from_global=True)` on all ranks"
@@ -400,6 +412,34 @@ def state_changed_in_place(job: Job) -> None:
     learn(job, model, optimizer, step=4)
     job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
     job.state(model)
+
+
+# Optimizers that take sparse gradients
+
+_DENSE = "SGD or Adagrad, which do the same with dense gradients, or Adam"
+
+
+def _sparse() -> Returns:
+    table = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+    return Returns(
+        nn.Sequential(table, nn.Flatten(), nn.Linear(TOKENS * WIDTH, WIDTH)), lambda y, target: y.square().mean()
+    )
+
+
+@refused("RaNNCError", "SparseAdam takes sparse gradients", "use SGD or Adagrad", instead=_DENSE)
+def adam_of_sparse_gradients(job: Job) -> None:
+    """`SparseAdam` for an `nn.Embedding(sparse=True)` of the model."""
+    net = _sparse()
+    learn(job, job.wrap(net, SparseAdam(net.net[0].parameters())), SGD(net.net[2].parameters()), padded)
+
+
+@refused("RaNNCError", "SparseAdam takes sparse gradients", "use SGD or Adagrad", instead=_DENSE)
+def adam_of_sparse_gradients_not_given(job: Job) -> None:
+    """The same as a further optimizer, that `RaNNCModule` was not given."""
+    net = _sparse()
+    further = SparseAdam(net.net[0].parameters())
+    job.wrap(net, SGD(net.net[2].parameters(), lr=0.1))(*job.batch(padded)).backward()
+    further.step()
 
 
 # Optimizers that look at all parameters
