@@ -248,6 +248,8 @@ class DeployedModel(StateOfModel):
             own = set(map(id, self._deployment.store.params.values()))
             if own.issuperset(self._user_optimizer.listed_ids()):
                 note_clear(self._user_optimizer.optimizer)
+        if self._later is not None:
+            self._later.note_clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

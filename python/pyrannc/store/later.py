@@ -15,6 +15,7 @@ from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
 from pyrannc.store.by_parameter import refuse_sparse
+from pyrannc.store.course import Course, course_of
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.own_listed import hide_last
 from pyrannc.store.store import ParamStore
@@ -46,6 +47,8 @@ class LaterOptimizers:
         self._params = set(map(id, store.params.values()))
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet([known] if known is not None else [])
         self._narrowed: list[weakref.ref[UserOptimizer]] = []
+        # An optimizer that the script has dropped may still be there on other ranks, so these stay.
+        self._cleared_with_model: list[Course] = []
         self._see_other = see_other
         self._watch = watch
         self._is_pending = is_pending
@@ -70,6 +73,8 @@ class LaterOptimizers:
                 found.narrow(self._store)
             self._refuse_beside(found)
             self._watch(optimizer)
+            if self._params.issuperset(found.listed_ids()):
+                self._cleared_with_model.append(course_of(optimizer))
             # The optimizer keeps it alive.
             self._narrowed.append(weakref.ref(found))
         elif not UserOptimizer.is_one_of(optimizer) and not any(other._has_some_of(optimizer) for other in _watching):
@@ -104,6 +109,11 @@ class LaterOptimizers:
                     "is not on all ranks, so not all of them may come to it: call it after loss.backward(), or give "
                     "every rank all parameters with a plan of one Stage (RANNC_PARTITION_NUM=1)"
                 )
+
+    def note_clear(self) -> None:
+        """The model's gradients are cleared, and with them all of those that have no others."""
+        for course in self._cleared_with_model:
+            course.clear()
 
     def widen(self) -> None:
         """Gives them their parameters back, with the state of all ranks. All ranks call it."""

@@ -182,6 +182,21 @@ def gradients_of_the_model_cleared_on_one_rank(job: Job) -> None:
     _clear_on_one_rank(job, lambda model, optimizer: model.zero_grad())
 
 
+@refused("MismatchError", "model.zero_grad", "was not given", instead="decide by what is equal on all ranks")
+def gradients_of_a_further_optimizer_cleared_on_one_rank(job: Job) -> None:
+    """One rank calls `model.zero_grad()` between backwards, for an optimizer that `RaNNCModule` was not given."""
+    net = chain_with_loss()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net)
+    learn(job, model, optimizer)
+    model(*job.batch(pairs, 1)).backward()
+    if job.rank == 1:
+        model.zero_grad()
+    model(*job.batch(pairs, 2)).backward()
+    optimizer.step()
+    model(*job.batch(pairs, 3))
+
+
 @equal(settings=_CLEARED)
 def gradients_cleared_twice_on_one_rank(job: Job) -> None:
     """One rank calls `optimizer.zero_grad()` once more than the others, where there is nothing left to clear."""
