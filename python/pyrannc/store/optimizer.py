@@ -257,6 +257,7 @@ class UserOptimizer:
         if lists is None or store not in lists.stores or not lists.divided:
             return []
         end_failed_step(self.optimizer)
+        show_state(self.optimizer, self._divided())
         ids = set(map(id, store.params.values()))
         items = [item for item in lists.all() if item.parts and id(item.param) in ids]
         holders = {id(param): store.holders.get(name, ()) for name, param in store.params.items()}
@@ -303,6 +304,7 @@ class UserOptimizer:
         if lists is None or store not in lists.stores:
             return
         lists.follow()
+        show_state(self.optimizer, self._divided())
         held = set(map(id, store.used.values()))
         items = [item for item in lists.all() if id(item.param) in held]
         everyone = process.all_ranks()
@@ -375,6 +377,7 @@ class UserOptimizer:
         """
         if not from_global:
             self._refuse_part(from_global, "state_dict(from_global=True)")
+            show_state(self.optimizer, self._divided())
             with own_listed(self.optimizer):
                 found = self._plain_state_dict()
             if not self._divided():
@@ -396,6 +399,7 @@ class UserOptimizer:
 
     def _whole_state_dict(self, lists: ParamLists) -> dict[str, Any]:
         lists.follow()
+        show_state(self.optimizer, self._divided())
         local = agree.together(self._plain_state_dict)
         state, items = by_number(local), lists.all()
         own = {item.param: state[item.number] for item in items if item.number in state}

@@ -245,8 +245,8 @@ def _take_state(optimizer: Optimizer, pieces: Sequence[Piece]) -> None:
 
 
 def show_state(optimizer: Optimizer, divided: Sequence[DividedParams]) -> None:
-    """Outside of steps, where parts of state have been put under parameters: shows them as scripts find them."""
+    """Outside of steps: shows what has been put under parameters, whoever did, as scripts find it."""
     state = optimizer.state
     for piece in [piece for params in divided for piece in params.pieces.values()]:
         if piece.param in state:
-            state[piece.param] = shown_state(state[piece.param], piece.form)
+            state[piece.param] = shown_state(kept_state(state[piece.param], piece.form), piece.form)

@@ -58,20 +58,20 @@ class ShownState(MutableMapping[Any, Any]):
 
     Args:
         kept: what the optimizer works with.
-        form: of the parameter.
+        form: of the parameter; without one, as where a library makes one of another, the contents are a script's.
     """
 
-    __slots__ = ("_form", "kept")
+    __slots__ = ("form", "kept")
 
-    def __init__(self, kept: MutableMapping[Any, Any], form: StateForm) -> None:
+    def __init__(self, kept: MutableMapping[Any, Any], form: StateForm | None = None) -> None:
         self.kept = kept
-        self._form = form
+        self.form = form
 
     def __getitem__(self, key: Any) -> Any:
-        return self._form.shown(self.kept[key])
+        return self.kept[key] if self.form is None else self.form.shown(self.kept[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.kept[key] = self._form.kept(value)
+        self.kept[key] = value if self.form is None else self.form.kept(value)
 
     def __delitem__(self, key: Any) -> None:
         del self.kept[key]
@@ -86,12 +86,12 @@ class ShownState(MutableMapping[Any, Any]):
         return repr(dict(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShownState:
-        return ShownState(copy.deepcopy(self.kept, memo), self._form)
+        return ShownState(copy.deepcopy(self.kept, memo), self.form)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RaNNCError(
-            f'the optimizer\'s state of parameter "{self._form.name}" is divided among ranks, so it cannot be '
-            "pickled, as torch.save(optimizer) does: save optimizer.state_dict(from_global=True), which all ranks call"
+            "the optimizer's state is divided among ranks, so it cannot be pickled, as torch.save(optimizer) does: "
+            "save optimizer.state_dict(from_global=True), which all ranks call"
         )
 
 
@@ -106,7 +106,7 @@ def shown_state(state: Any, form: StateForm | None) -> Any:
 
 def kept_state(state: Any, form: StateForm | None = None) -> Any:
     """What the optimizer works with, of what a script has found, or, given the form, has set."""
-    if isinstance(state, ShownState):
+    if isinstance(state, ShownState) and (form is None or state.form is not None):
         return state.kept
     if type(state) is NoState:
         return dict(state)

@@ -159,6 +159,7 @@ _IN_PLACE = named(
     "_foreach_lerp_ _foreach_addcmul_ _foreach_addcdiv_"
 )
 _COPIES = named("clone detach data.get")
+_MOVES = named("to cpu cuda")
 
 
 def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -176,6 +177,9 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
         own = [own_piece(grad) for grad in args[0] if not is_absent(grad)]
         note_replaced(args[0])
         return unscale_own(func, [grad for grad in own if grad.numel()], ids_of_params(args[0]), *args[1:])
+    if name in _MOVES and first.home.is_of_state:
+        moved = func(first.piece, *args[1:], **kwargs)
+        return _made(first.stand_in().to(moved.dtype), replace(first.home, device=moved.device), moved, first.start)
     if name in _COPIES and (name == "data.get" or not isinstance(first, SpreadParameter)):
         home = replace(first.home, covers="") if name == "clone" else first.home
         with DisableTorchFunctionSubclass():

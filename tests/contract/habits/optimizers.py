@@ -407,8 +407,10 @@ def state_changed_in_place(job: Job) -> None:
     for param, state in optimizer.state.items():
         state.update(exp_avg=torch.ones(param.shape), exp_avg_sq=saved[param]["exp_avg_sq"].clone())
     learn(job, model, optimizer, step=3)
-    for param in list(optimizer.state):
-        optimizer.state[param] = {**optimizer.state[param], "step": torch.tensor(3.0)}
+    for param, state in list(optimizer.state.items()):
+        moved = {key: value.cpu().to(device=param.device) for key, value in state.items()}
+        optimizer.state[param] = type(state)({**moved, "step": torch.tensor(3.0)})
+    job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
     learn(job, model, optimizer, step=4)
     job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
     job.state(model)
