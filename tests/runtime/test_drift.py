@@ -96,6 +96,17 @@ def test_copies_that_drift_apart_late_are_found_within_a_hundred_calls(ranks: Ra
     assert ranks(2).run(_late, 130, 250) == [194, 194]
 
 
+def _refused_and_gone_on() -> list[int]:
+    """All calls at which copies are found to differ, where the script goes on."""
+    drift = _watching(torch.full((4,), float(pyrannc.get_rank())))
+    first, _ = _refused_at(drift, 10)
+    return [first, first + _refused_at(drift, 20)[0]]
+
+
+def test_copies_that_still_differ_are_refused_again(ranks: Ranks) -> None:
+    assert ranks(2).run(_refused_and_gone_on) == [[3, 8]] * 2
+
+
 def _made_alike_again() -> int:
     param = torch.full((4,), float(pyrannc.get_rank()))
     return _refused_at(_watching(param), 10, lambda call: param.fill_(1) if call == 3 else None)[0]

@@ -85,12 +85,15 @@ class Drift:
         if process.get_world_size() == 1:
             return
         self._calls += 1
-        if self._calls == self._compare_at:
-            self._compare()
-        if self._calls == self._look_at:
-            agree.together(self._look)
+        compares, looks = self._calls == self._compare_at, self._calls == self._look_at
+        if looks:
+            # Before anything raises: a script may go on.
             self._compare_at = self._calls + _LATER
             self._look_at = max(self._compare_at, min(2 * self._calls, self._calls + _APART))
+        if compares:
+            self._compare()
+        if looks:
+            agree.together(self._look)
 
     def look_now(self) -> None:
         """Likewise, of copies as they are now, waiting for the devices. All ranks call it."""
