@@ -273,6 +273,19 @@ def test_two_lists_that_are_filled_do_not_change_for_guards() -> None:
     assert guards.hold()
 
 
+def test_a_list_that_is_changed_and_replaced_by_its_equal_is_put_back() -> None:
+    def leave(net: Any, h: Tensor) -> None:
+        net.nested["list"][0].append(1)
+        net.nested["list"][0] = net.nested["list"][0][:]
+
+    model = Leaves(leave)
+    before = [0]
+    model.nested["list"].append(before)
+    captured(model)
+    assert model.nested["list"][0] is before
+    assert before == [0]
+
+
 def test_what_stands_for_another_is_not_asked() -> None:
     model = Leaves(lambda _, h: None)
     helper = Leaves(lambda _, h: None)

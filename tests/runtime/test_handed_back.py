@@ -377,6 +377,16 @@ class Shown(Slots):
         raise RuntimeError("nobody asks")
 
 
+def test_a_list_that_is_changed_and_replaced_by_its_equal_is_given_as_before() -> None:
+    given = {"ids": [1]}
+    before = given["ids"]
+    with as_given(given):
+        before.append(2)
+        given["ids"] = before[:]
+    assert given["ids"] is before
+    assert before == [1]
+
+
 def test_structures_are_those_of_what_is_held() -> None:
     path, shown, mixed = Pathlike("a/b"), Shown(), Beside()
     before = flatten(path)[1]

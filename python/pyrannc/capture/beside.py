@@ -129,8 +129,12 @@ class _Change:
         made = {name: value for name, value in self._new() if self._may_stay(name, value)}
         if not self._holder.is_ordered:
             self._holder.fill(self._before | made)
-        elif len(made) < len(list(self._new())) or self._gone():
+        elif self._gone() or any(self._is_other(name) for name in self._now.keys() - made.keys()):
             self._holder.fill(self._before)
+
+    def _is_other(self, name: Any) -> bool:
+        """Also where an equal has come for a container: that may itself have been changed."""
+        return self._before.get(name, NOTHING) is not self._now[name]
 
     def _new(self) -> Iterator[tuple[Any, Any]]:
         return (item for item in self._now.items() if not same(self._before.get(item[0], NOTHING), item[1]))

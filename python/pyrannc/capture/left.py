@@ -127,7 +127,8 @@ class Beside:
         """
         changed = {name for item in again if item.holder.owner is self.holder.owner for name in item.values}
         kept = {name: value for name, value in self.values.items() if isinstance(value, PLAIN) and name not in changed}
-        if kept:
+        # What goes on to be appended is not done once.
+        if kept and not (changed and self.holder.is_ordered):
             self.holder.fill(self.holder.contents() | kept)
 
     def refusal(self) -> CaptureError:
