@@ -19,12 +19,13 @@ from .attributes import Carried, assigned, carries_number, refuse_changed_tensor
 from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
 from .computation import compute_the_same
+from .counting import after_many_calls
 from .data_dependent import ReturnedExtentsError
 from .dense import refuse_state_not_dense
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
 from .handed_back import Given, Put, hand_back
-from .left import found_beside
+from .left import Beside, found_beside
 from .limits import Limit
 from .lower import Lowered, can_be_groups, is_tried, lower
 from .operands import mutated_arguments
@@ -411,12 +412,31 @@ def _as_later_calls(first: _Attempt, once: Callable[[], _Attempt]) -> _Attempt:
             raise found.beside[0].refusal()
         if new_tree is not None and not (same and new_tree.is_like(second[0].new_tree)):
             raise new_tree.refusal()
+        _refuse_late_changes(found.beside, second, once)
         for item in found.beside:
             item.keep(second[0].beside)
         # Of what was there before, the first one tells.
         second[0].python_state = replace(second[0].python_state, unset=found.python_state.unset)
     # What this one has read is what later calls will read: the sub-modules that are there now.
     return first if new_tree is None else second
+
+
+def _refuse_late_changes(left: Sequence[Beside], second: _Attempt, once: Callable[[], _Attempt]) -> None:
+    """Raises CaptureError when a call that comes after many does something else on account of what they have counted.
+
+    Args:
+        left: by the first call, beside the model's attributes.
+    """
+    late = after_many_calls(left, second[0].beside)
+    if not late:
+        return
+    try:
+        with found_beside(late):
+            same = compute_the_same(second[2].graph, once()[2].graph)
+    except Exception as error:  # whatever the user's code raises
+        raise late[0].refusal() from error
+    if not same:
+        raise late[0].refusal()
 
 
 def _numbers_alone(traced: Trace) -> tuple[Carried, ...]:

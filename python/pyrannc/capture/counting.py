@@ -1,0 +1,56 @@
+"""What calls count in what they leave beside the model's attributes, as it is after very many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .holders import NOTHING
+from .left import Beside
+from .torch_internals.tensors import pytree
+
+_FAR = 720_720_000
+"""Beyond every warm-up, and a multiple of whatever happens at every so many calls."""
+_LONG = 50_400
+"""Likewise, of items in a list that grows."""
+
+
+def after_many_calls(first: Sequence[Beside], second: Sequence[Beside]) -> list[Beside]:
+    """What a late call finds where calls count: where two, one after another, have left other numbers, or more items.
+
+    Args:
+        first: what one call leaves.
+        second: what the next one leaves.
+    """
+    found = [Beside(item.holder, dict(_counted(item, _again(item, second)))) for item in first]
+    return [item for item in found if item.values]
+
+
+def _again(item: Beside, second: Sequence[Beside]) -> dict[Any, Any]:
+    """What the next call leaves in the same place."""
+    own = (other for other in second if other.holder.owner is item.holder.owner)
+    return next((other.values for other in own if type(other.holder) is type(item.holder)), {})
+
+
+def _counted(item: Beside, again: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    for name in item.values.keys() & again.keys():
+        leaves, form = pytree.tree_flatten(item.values[name])
+        others, other_form = pytree.tree_flatten(again[name])
+        if form == other_form and any(map(_counts, leaves, others)):
+            yield name, pytree.tree_unflatten(list(map(_late, leaves, others)), form)
+    if item.holder.is_ordered:
+        places = [place for place, value in item.values.items() if isinstance(place, int) and value is not NOTHING]
+        if places and again.keys() - range(places[-1] + 1):
+            yield from ((place, item.values[places[-1]]) for place in range(places[-1] + 1, _LONG))
+
+
+def _counts(value: Any, again: Any) -> bool:
+    return type(value) in (int, float) and type(again) is type(value) and bool(value != again)
+
+
+def _late(value: Any, again: Any) -> Any:
+    """What a number is before a late call, after which it is that multiple."""
+    if not _counts(value, again):
+        return value
+    step = again - value
+    return (_FAR if step > 0 else -_FAR) - step
