@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,6 +243,113 @@ def test_a_counter_that_decides_is_refused_and_put_back() -> None:
     assert not TABLE
 
 
+def late(net: Any, h: Tensor) -> Tensor:
+    net.holder.count += 1
+    return h if net.holder.count < 1000 else 2 * h
+
+
+def every(net: Any, h: Tensor) -> Tensor:
+    TABLE["calls"] = (TABLE.get("calls", (0, ""))[0] + 1, "calls")
+    return 2 * h if TABLE["calls"][0] % 4 == 0 else h
+
+
+def less(net: Any, h: Tensor) -> Tensor:
+    TABLE["left"] = TABLE.get("left", 100.0) - 1
+    return h if TABLE["left"] > 0 else 2 * h
+
+
+def full(net: Any, h: Tensor) -> Tensor:
+    net.holder.items.append(0.5)
+    return h if len(net.holder.items) < 100 else 2 * h
+
+
+def ends(net: Any, h: Tensor) -> Tensor:
+    net.holder.count += 1
+    return h * [1, 1, 1, 2][net.holder.count - 1]
+
+
+@pytest.mark.parametrize("result", [late, every, less, full, ends], ids=lambda result: result.__name__)
+def test_what_matters_only_after_many_calls_is_refused(result: Any) -> None:
+    TABLE.clear()
+    model = Returns(result)
+    with pytest.raises(CaptureError, match="counts from call to call"):
+        captured(model)
+    assert (TABLE, model.holder.count, model.holder.items) == ({}, 0, [])
+
+
+def logs(net: Any, h: Tensor) -> Tensor:
+    net.holder.count += 1
+    net.holder.items.append(net.holder.count)
+    TABLE["calls"] = TABLE.get("calls", 0) + 1
+    if TABLE["calls"] % 100 == 0:
+        TABLE["told"] = f"{net.holder.items[-1]} calls"
+    return h
+
+
+def test_what_is_counted_for_a_log_is_put_back() -> None:
+    TABLE.clear()
+    model = Returns(logs)
+    captured(model)
+    assert (TABLE, model.holder.count, model.holder.items) == ({}, 0, [])
+
+
+def _forever() -> Iterator[float]:
+    count = 0
+    while True:
+        count += 1
+        yield 1.0 if count < 4 else 2.0
+
+
+def _of_a_loop() -> Iterator[int]:
+    for _ in [1, 1, 1, 2]:  # noqa: UP028  # it is held by the loop alone
+        yield _
+
+
+ITERATORS: list[Callable[[], Iterator[Any]]] = [
+    itertools.count,
+    _forever,
+    _of_a_loop,
+    lambda: iter([1, 1, 2]),
+    lambda: iter(range(1000)),
+    lambda: iter({1: 1, 2: 1}),
+    lambda: reversed((1, 1)),
+    lambda: iter(deque([1, 1, 2])),
+    lambda: itertools.cycle([1, 1, 2]),
+    lambda: itertools.repeat(1, 3),
+    lambda: itertools.chain([1], [1, 2]),
+    lambda: map(float, [1, 1, 2]),
+    lambda: itertools.islice(_forever(), 5),
+    lambda: (one for pair in zip([1, 1], enumerate([1, 2]), strict=True) for one in pair[:1]),
+]
+
+
+@pytest.mark.parametrize("make", ITERATORS)
+def test_a_forward_that_takes_from_an_iterator_is_refused(make: Callable[[], Iterator[Any]]) -> None:
+    model = Returns(lambda net, h: h * next(net.held))
+    model.held = make()  # type: ignore[assignment]  # a module has whatever is set
+    with pytest.raises(CaptureError, match='takes what comes next from an iterator, the attribute "held" of the model'):
+        captured(model)
+
+
+@pytest.mark.parametrize("make", ITERATORS)
+def test_an_iterator_from_which_a_forward_takes_nothing_stays(make: Callable[[], Iterator[Any]]) -> None:
+    model = Returns(lambda net, h: h if net.held is None else 2 * h)
+    model.held, other = make(), make()  # type: ignore[assignment]  # likewise
+    captured(model)
+    assert list(itertools.islice(model.held, 3)) == list(itertools.islice(other, 3))
+
+
+def test_a_generator_that_calls_the_model_takes_nothing() -> None:
+    model = Returns(lambda net, h: h if net.held is None else 2 * h)
+
+    def calls() -> Iterator[Captured]:
+        for _ in range(2):
+            yield captured(model)
+
+    model.held = calls()  # type: ignore[assignment]  # likewise
+    assert len(list(model.held)) == 2
+
+
 class Table(dict[str, Any]):
     """Has attributes, too."""
 
@@ -292,6 +400,26 @@ def test_what_stands_for_another_is_not_asked() -> None:
     model.holder.aux, model.holder.count = weakref.proxy(model), weakref.proxy(helper)
     captured(model)
     assert model.holder.aux.holder is model.holder
+
+
+DEAD: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("of", [set, lambda: lambda: None])
+def test_what_stands_for_what_is_no_more_is_let_be(of: Callable[[], Any]) -> None:
+    owner = of()
+    proxy = weakref.proxy(owner)
+    model = Leaves(lambda net, _: (net.space.aux, Holder.shared, DEAD, net.nested))
+    model.aux, model.space.aux, Holder.shared, DEAD["it"] = proxy, [proxy], proxy, (1, proxy)
+    model.nested["partial"] = functools.partial(print, proxy)
+    del owner
+    try:
+        guards = ModuleGuards(model, captured(model).python_state)
+        assert guards.hold()
+        assert guards.changed() is None
+    finally:
+        Holder.shared = None
+        DEAD.clear()
 
 
 def test_what_stands_for_nothing_may_be_copied() -> None:

@@ -14,6 +14,7 @@ from pyrannc.call.watched import Holder, Watched
 from pyrannc.capture import PythonState
 from pyrannc.capture.global_reads import GlobalReads
 from pyrannc.capture.hooks import refuse_new_hooks
+from pyrannc.capture.kinds import is_of
 from pyrannc.capture.torch_internals.modules import hooks_of_all_calls, hooks_of_calls, own_modules
 from pyrannc.capture.torch_internals.tensors import version
 
@@ -108,7 +109,7 @@ class ModuleGuards:
             for name, old in zip(names, values, strict=True):
                 now = holder.get(name)
                 try:
-                    same = bool(now == old) and (not isinstance(old, NUMBERS) or type(now) is type(old))
+                    same = bool(now is old or now == old) and (not is_of(old, NUMBERS) or type(now) is type(old))
                 except Exception:  # as in hold()
                     same = False
                 if not same:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pyrannc.capture.absent import Absent
 from pyrannc.capture.holdings import SCALARS
+from pyrannc.capture.kinds import is_of
 
 WATCHED_ITEMS = 4096
 """Longer containers are watched by identity and length only."""
@@ -24,11 +25,11 @@ _CONTAINERS = (dict, list, set, tuple, deque, bytearray)
 
 def kept(value: Any) -> Any:
     """What a later value is compared with."""
-    if isinstance(value, _CONTAINERS):
+    if is_of(value, _CONTAINERS):
         return _copied(value, {})
     # Where nobody has imported NumPy there are none of its arrays.
     numpy = sys.modules.get("numpy")
-    is_array = numpy is not None and isinstance(value, numpy.ndarray)
+    is_array = numpy is not None and is_of(value, numpy.ndarray)
     return _SameNumbers(value) if is_array and value.size <= WATCHED_ITEMS else value
 
 
@@ -37,11 +38,11 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     if id(value) in known:
         return known[id(value)]
     known[id(value)] = value
-    if not isinstance(value, _CONTAINERS):
+    if not is_of(value, _CONTAINERS):
         return value
     if len(value) > WATCHED_ITEMS or len(known) > WATCHED_VALUES:
         known[id(value)] = _SameLength(value)
-    elif any(isinstance(item, Absent) for item in _items(value)):
+    elif _has_absent(value):
         known[id(value)] = _SameRest(value, known)
     elif isinstance(value, dict):
         known[id(value)] = {key: _copied(item, known) for key, item in dict.items(value)}
@@ -51,6 +52,10 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     else:
         known[id(value)] = set(value) if isinstance(value, set) else bytes(value)
     return known[id(value)]
+
+
+def _has_absent(container: Any) -> bool:
+    return any(issubclass(kind, Absent) for kind in set(map(type, _items(container))))
 
 
 def _items(container: Any) -> Collection[Any]:
@@ -88,7 +93,7 @@ def _types_in(value: Any, depth: int = 3) -> Any:
     kind = type(value)
     if kind in SCALARS or not isinstance(value, _ORDERED) or not depth or len(value) > WATCHED_ITEMS:
         return kind
-    if any(isinstance(item, Absent) for item in _items(value)):
+    if _has_absent(value):
         return kind
     items = [_types_in(item, depth - 1) for item in _items(value)]
     return [kind, *items] if any(item in NUMBERS or isinstance(item, list) for item in items) else kind
@@ -136,7 +141,7 @@ class _SameRest:
     def __init__(self, container: Any, known: dict[int, Any]) -> None:
         self._container = container
         items = dict.items(container) if isinstance(container, dict) else ()
-        self._set = {name for name, value in items if isinstance(value, Absent)}
+        self._set = {name for name, value in items if issubclass(type(value), Absent)}
         # Kept, so that its id stays its own.
         self._own = self._without(container)
         self._rest = _copied(self._own, known)
@@ -150,4 +155,4 @@ class _SameRest:
     def _without(self, container: Any) -> Any:
         if isinstance(container, dict):
             return {name: value for name, value in dict.items(container) if name not in self._set}
-        return [value for value in container if not isinstance(value, Absent)]
+        return [value for value in container if not issubclass(type(value), Absent)]

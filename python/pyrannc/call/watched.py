@@ -14,6 +14,7 @@ from pyrannc.call.kept_values import WATCHED_ITEMS, WATCHED_VALUES
 from pyrannc.capture import INTERNAL, is_plain
 from pyrannc.capture.absent import Absent
 from pyrannc.capture.holdings import SCALARS, Slots, is_record, is_users_own
+from pyrannc.capture.kinds import is_of
 from pyrannc.capture.torch_internals.modules import own_buffers, own_modules, own_params
 
 Holder = Mapping[str, Any]
@@ -92,7 +93,7 @@ class Watched:
         left = WATCHED_VALUES
         while self._waiting and left > 0:
             value = self._waiting.popleft()
-            if not isinstance(value, SCALARS) and id(value) not in seen:
+            if not is_of(value, SCALARS) and id(value) not in seen:
                 seen.add(id(value))
                 before = len(self._waiting)
                 self._look_into(value)
@@ -104,10 +105,10 @@ class Watched:
 
     def _note(self, holder: Holder, name: str) -> None:
         value = holder[name]
-        if isinstance(value, Absent):
+        if is_of(value, Absent):
             # The forward sets it, without having read it.
             return
-        if not isinstance(value, Tensor):
+        if not is_of(value, Tensor):
             self.names.setdefault(id(holder), (holder, set()))[1].add(name)
         elif (id(holder), name) not in self._known_tensors:
             self._known_tensors.add((id(holder), name))

@@ -23,7 +23,8 @@ from .containers import CONTAINERS, content, fill
 from .facts import PLACE, memory
 from .flatten import flatten
 from .global_reads import GlobalReads
-from .holdings import is_users_own
+from .holdings import SCALARS, is_users_own
+from .kinds import is_of
 from .new_tree import Left
 from .operands import arguments, mutated_arguments
 from .ops import aliased_arguments, may_return_view
@@ -263,7 +264,7 @@ def _kept(path: str, module: nn.Module) -> _Kept:
     contents = {
         name: content(value)
         for name, value in attributes.items()
-        if type(value) in _BUILT_IN or (name not in INTERNAL and isinstance(value, CONTAINERS))
+        if type(value) in _BUILT_IN or (name not in INTERNAL and is_of(value, CONTAINERS))
     }
     return _Kept(module, path, attributes, contents)
 
@@ -365,7 +366,7 @@ def _tensors_held(model: nn.Module) -> Iterator[tuple[str, str, list[Tensor]]]:
     for held, name, value in _holders(model):
         found, nearest = list[Tensor](), [value]
         for _ in range(_DEPTH + 1):
-            new = {id(item): item for item in nearest if id(item) not in seen and not isinstance(item, PLAIN)}
+            new = {id(item): item for item in nearest if id(item) not in seen and not is_of(item, (*SCALARS, *PLAIN))}
             seen.update(new)
             found += [item for item in new.values() if isinstance(item, Tensor)]
             others = [item for item in new.values() if not isinstance(item, (Tensor, nn.Module))]

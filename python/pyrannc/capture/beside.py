@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from .containers import content
 from .holders import NOTHING, Contents, Holder, Name
-from .holdings import cells_of, is_record
+from .holdings import SCALARS, cells_of, is_record
+from .iterators import Taking
+from .kinds import is_of
 from .left import Beside, LeftTensor, Unset, Unsets, lift, without_unsets
 from .members import members
 from .plain import PLAIN, is_plain, same
@@ -50,6 +52,7 @@ class BesideLog:
         found = Surroundings(model, internal)
         self._before = [(holder, holder.contents()) for holder in found.holders]
         self._caches = [(cache, cache.cache_info().misses) for cache in found.caches]
+        self._taking = [Taking(iterator, called) for iterator, called in found.iterators]
         self.left: list[Beside] = []
         self.unset: list[Unsets] = []
         self.cached: list[Name] = []
@@ -65,7 +68,12 @@ class BesideLog:
 
         Args:
             depends_on_data: asked of tensors and of numbers of the trace.
+
+        Raises:
+            CaptureError: the call takes something from an iterator that was there before.
         """
+        for taking in self._taking:
+            taking.refuse_taken()
         for holder, before in self._before:
             change = _Change(holder, without_unsets(holder, before))
             if not change:
@@ -165,9 +173,9 @@ def _held(value: Any) -> Iterator[Any]:
     waiting, seen = [value], set[int]()
     while waiting and len(seen) < _MOST_VALUES:
         item = waiting.pop()
-        if isinstance(item, (Tensor, *SYMBOLIC)):
+        if is_of(item, (Tensor, *SYMBOLIC)):
             yield item
-        elif id(item) not in seen and not isinstance(item, (*PLAIN, type)):
+        elif id(item) not in seen and not is_of(item, (*SCALARS, *PLAIN, type)):
             seen.add(id(item))
             waiting += _inside(item)
 

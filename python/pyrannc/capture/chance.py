@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from torch import nn
 from pyrannc.errors import CaptureError
 
 from .bound import bound_to
+from .kinds import is_of
 from .source import Place, SourceTracker, belongs_to_user
 from .torch_internals.devices import generator_address
 from .torch_internals.patching import PatchPoint
@@ -280,11 +282,11 @@ def _variables(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _inside(value: Any) -> Iterator[Any]:
     """What a container or an object of the user holds."""
-    if isinstance(value, dict):
+    if is_of(value, dict):
         yield from value.values()
-    elif isinstance(value, (list, tuple)):
+    elif is_of(value, (list, tuple)):
         yield from value
-    elif not isinstance(value, (nn.Module, type, ModuleType, FunctionType)):
+    elif not is_of(value, (*ProxyTypes, nn.Module, type, ModuleType, FunctionType)):
         yield from getattr(value, "__dict__", {}).values()
 
 
@@ -293,4 +295,4 @@ def is_generator(value: Any) -> bool:
     numpy, kinds = _numpy(), (random.Random,)
     if numpy is not None:
         kinds = (random.Random, numpy.Generator, numpy.RandomState)  # type: ignore[assignment]  # NumPy need not be there
-    return isinstance(value, kinds) and not any(value is generator for _, _, generator in _modules())
+    return is_of(value, kinds) and not any(value is generator for _, _, generator in _modules())

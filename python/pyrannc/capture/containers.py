@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import Any
 
+from .kinds import is_of
+
 CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
 """Those classes."""
 
 
 def content(value: Any) -> Any:
     """What is in a container, as one of a class that does nothing else; anything else is itself."""
-    kind = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
+    kind = next((kind for kind in CONTAINERS if is_of(value, kind)), None)
     if kind is None:
         return value
     return kind(kind.items(value)) if issubclass(kind, dict) else kind(kind.__iter__(value))

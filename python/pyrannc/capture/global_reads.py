@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 
 from .holdings import LRU_CACHE, SCALARS, Slots, cells_of, is_own, is_record, is_users_own
+from .kinds import is_of
 from .source import belongs_to_user
 
 GlobalRead: TypeAlias = tuple[Mapping[str, Any], str]
@@ -84,7 +85,7 @@ class GlobalReads:
             yield from self._read_chain(held, names, is_users)
         if is_users:
             self._texts |= scan.texts
-            self._takes_all |= any(not isinstance(held.get(name), ModuleType) for name in scan.takes_all_of)
+            self._takes_all |= any(not is_of(held.get(name), ModuleType) for name in scan.takes_all_of)
             for module, from_it in _imported(scan, held):
                 self._hand_on([] if from_it else [module])
                 for imported in from_it:
@@ -98,7 +99,7 @@ class GlobalReads:
             if not found:
                 break
             values += found
-            if isinstance(values[-1], FunctionType) and _is_of_user(values[-1]):
+            if is_of(values[-1], FunctionType) and _is_of_user(values[-1]):
                 yield values[-1]
             holders = self._holders(values[-1])
         if is_users:
@@ -110,7 +111,7 @@ class GlobalReads:
         if place is None:
             return []
         value = holders[place][name]
-        if _may_change(value) or (is_users and place == 0 and not isinstance(value, ModuleType)):
+        if _may_change(value) or (is_users and place == 0 and not is_of(value, ModuleType)):
             self._note(holders[: place + 1], name)
         return [value]
 
@@ -119,7 +120,7 @@ class GlobalReads:
 
     def _hand_on(self, values: list[Any]) -> None:
         """Takes the last one for read by others, and its owner if it reads that."""
-        takes_owner = len(values) > 1 and isinstance(values[-1], _OF_OWNER) and not isinstance(values[-2], ModuleType)
+        takes_owner = len(values) > 1 and is_of(values[-1], _OF_OWNER) and not is_of(values[-2], ModuleType)
         self._handed_on.update((id(value), value) for value in values[-2 if takes_owner else -1 :])
 
     def _functions_handed_on(self) -> Iterator[FunctionType]:
@@ -127,7 +128,7 @@ class GlobalReads:
         waiting, seen = deque(self._handed_on.values()), set[int]()
         while waiting and len(seen) < _MOST_VALUES:
             value = waiting.popleft()
-            if isinstance(value, SCALARS) or id(value) in seen:
+            if is_of(value, SCALARS) or id(value) in seen:
                 continue
             seen.add(id(value))
             if isinstance(value, FunctionType) and _is_of_user(value):
@@ -163,31 +164,39 @@ class GlobalReads:
     def _implicit(self, value: Any) -> list[FunctionType]:
         """Methods of the user's classes that run though no code names them."""
         kinds = [] if isinstance(value, ModuleType) else filter(is_users_own, _kinds(value))
-        methods = [method for kind in kinds for method in vars(kind).items() if isinstance(method[1], FunctionType)]
+        methods = [method for kind in kinds for method in vars(kind).items() if is_of(method[1], FunctionType)]
         others = () if isinstance(value, type) else _MAKING
         return [method for name, method in methods if name.startswith("__") and name not in others]
 
     def _holders(self, value: Any) -> list[Mapping[str, Any]]:
         """Where attributes of an object are looked up, in order."""
         if id(value) not in self._holders_of:
-            own = getattr(value, "__dict__", None)
+            own = _own(value)
             classes = [self._proxies.setdefault(kind, vars(kind)) for kind in _kinds(value)]
-            slots = [] if isinstance(value, (type, ModuleType)) else Slots.of(value)
+            slots = [] if is_of(value, (type, ModuleType)) else Slots.of(value)
             self._holders_of[id(value)] = value, [*([own] if isinstance(own, dict) else []), *slots, *classes]
         return self._holders_of[id(value)][1]
 
 
+def _own(value: Any) -> Any:
+    """The dictionary of an object, or of what a proxy stands for, if that is still there."""
+    try:
+        return getattr(value, "__dict__", None)
+    except ReferenceError:
+        return None
+
+
 def _kinds(value: Any) -> tuple[type, ...]:
-    return value.__mro__ if isinstance(value, type) else type(value).__mro__
+    return value.__mro__ if is_of(value, type) else type(value).__mro__
 
 
 def _may_change(value: Any) -> bool:
     """False for what others than the user give a name for good."""
-    if isinstance(value, (ModuleType, nn.Module, type)):
+    if is_of(value, (ModuleType, nn.Module, type)):
         return False
-    if isinstance(value, FunctionType):
+    if is_of(value, FunctionType):
         return _is_of_user(value)
-    return not callable(value) or isinstance(value, functools.partial) or is_users_own(type(value))
+    return not callable(value) or is_of(value, functools.partial) or is_users_own(type(value))
 
 
 def _is_of_user(function: FunctionType) -> bool:
@@ -208,7 +217,7 @@ def _finds_by_itself(value: Any) -> bool:
 
 def _is_setting(value: Any) -> bool:
     """True for what is no record of what has happened, as a list may be."""
-    is_fixed = all(map(_is_setting, value)) if isinstance(value, tuple) else isinstance(value, SCALARS)
+    is_fixed = all(map(_is_setting, value)) if is_of(value, tuple) else is_of(value, SCALARS)
     return is_fixed or isinstance(value, dict) or is_record(value)
 
 

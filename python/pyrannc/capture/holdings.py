@@ -17,11 +17,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from .bound import bound_to
+from .kinds import is_of
 from .source import PACKAGES, belongs_to_user
 from .torch_internals.tensors import version
 
 _MOST = 300_000
-SCALARS = (type(None), bool, int, float, complex, str, bytes)
+SCALARS = (*weakref.ProxyTypes, type(None), bool, int, float, complex, str, bytes)
+"""Proxies are as fixed, and answer as what they stand for, or raise where that is no more."""
 _NO_SLOTS = ("__dict__", "__weakref__")
 LRU_CACHE = type(functools.lru_cache(lambda: None))
 _RECORDS = frozenset({"argparse", "collections", "configparser", "types"})
@@ -58,7 +60,7 @@ class Holdings:
         stack = [root]
         while stack:
             value = stack.pop()
-            if isinstance(value, SCALARS):
+            if is_of(value, SCALARS):
                 yield value
                 continue
             # A bound method is a new object each time.

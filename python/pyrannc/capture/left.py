@@ -13,6 +13,7 @@ from pyrannc.errors import CaptureError, RaNNCError
 
 from .absent import Absent
 from .holders import NOTHING, Contents, Holder, Name
+from .kinds import is_of
 from .plain import PLAIN
 from .source import Place, belongs_to_user
 from .torch_internals.tensors import pytree
@@ -78,7 +79,7 @@ class Unsets:
         else:
             new = {name: value for name, value in self.values.items() if now.get(name) is not value}
         for name, value in new.items():
-            if not isinstance(now.get(name), Absent):
+            if not is_of(now.get(name), Absent):
                 value.before = now.get(name, NOTHING)
         if new:
             self.holder.fill(now | new)
@@ -86,9 +87,9 @@ class Unsets:
 
 def without_unsets(holder: Holder, contents: Contents) -> Contents:
     """Contents of a holder as they were before; themselves where nothing of that kind is there."""
-    if not any(isinstance(value, Unset) for value in contents.values()):
+    if Unset not in set(map(type, contents.values())):
         return contents
-    lifted = {name: value.before if isinstance(value, Unset) else value for name, value in contents.items()}
+    lifted = {name: value.before if is_of(value, Unset) else value for name, value in contents.items()}
     held = {name: value for name, value in lifted.items() if value is not NOTHING}
     return dict(enumerate(held.values())) if holder.is_ordered else held
 

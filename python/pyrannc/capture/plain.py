@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .kinds import is_of
+
 PLAIN = (
     type(None), bool, int, float, complex, str, bytes, range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -16,11 +18,11 @@ PLAIN = (
 
 def is_plain(value: Any) -> bool:
     """True for scalars, and containers of them."""
-    if isinstance(value, (tuple, list, set, frozenset, deque)):
+    if is_of(value, (tuple, list, set, frozenset, deque)):
         return all(map(is_plain, value))
-    if isinstance(value, dict):
+    if is_of(value, dict):
         return all(map(is_plain, value.values()))
-    return isinstance(value, PLAIN)
+    return is_of(value, PLAIN)
 
 
 def same(before: Any, now: Any) -> bool:

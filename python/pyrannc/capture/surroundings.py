@@ -18,6 +18,8 @@ from .bound import bound_to
 from .containers import CONTAINERS, content
 from .holders import Cell, Container, Holder, Members, Name, OfClass, Variables
 from .holdings import LRU_CACHE, SCALARS, is_filled, is_own, is_record, is_users_own, names_in
+from .iterators import behind, is_iterator
+from .kinds import is_of
 from .left import Unset
 from .members import has_members, members
 from .torch_internals.modules import hooks_of_calls, own_modules
@@ -40,6 +42,7 @@ class Surroundings:
     Attributes:
         holders: of the user's things.
         caches: those of functions.
+        iterators: of Python itself, with what they are called.
     """
 
     def __init__(self, model: nn.Module, internal: frozenset[str]) -> None:
@@ -49,6 +52,7 @@ class Surroundings:
         self._variables: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self.holders: list[Holder] = []
         self.caches: list[Any] = []
+        self.iterators: list[_Named] = []
         waiting = deque[_Named]()
         for path, module in model.named_modules():
             self._seen[id(module)] = module
@@ -56,11 +60,8 @@ class Surroundings:
         most = len(self._seen) + _MOST_VALUES
         while waiting and len(self._seen) < most:
             value, called = waiting.popleft()
-            # They answer as what they stand for, or fail.
-            if type(value) in weakref.ProxyTypes:
-                continue
-            value = value.before if isinstance(value, Unset) else value
-            if not isinstance(value, (*SCALARS, Tensor, ModuleType, Absent)) and id(value) not in self._seen:
+            value = value.before if is_of(value, Unset) else value
+            if not is_of(value, (*SCALARS, Tensor, ModuleType, Absent)) and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 waiting += self._inside(value, called)
         for variables, of, names in self._variables.values():
@@ -75,7 +76,7 @@ class Surroundings:
         for name, value in vars(module).items():
             if name in self._internal:
                 continue
-            if isinstance(value, CONTAINERS) and id(value) not in self._seen:
+            if is_of(value, CONTAINERS) and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 yield from _items(value, named.attribute(name))
                 yield from self._attributes(value, named.attribute(name))
@@ -97,6 +98,9 @@ class Surroundings:
             return [(value.__wrapped__, called)]
         if isinstance(value, weakref.ref):
             return [(value(), called)]
+        if is_iterator(value):
+            self.iterators.append((value, called))
+            return [(held, called) for held in behind(value)]
         if isinstance(value, (staticmethod, classmethod)):
             return [(value.__func__, called)]
         if isinstance(value, property):
@@ -197,6 +201,6 @@ def _variables_in(code: CodeType) -> frozenset[str]:
 def _modules_in(code: CodeType, variables: dict[str, Any]) -> Iterator[ModuleType]:
     """The user's Python modules that code names or imports."""
     for name in _names_of(code):
-        found = variables.get(name, sys.modules.get(name))
-        if isinstance(found, ModuleType) and is_own(getattr(found, "__file__", None)):
+        found: Any = variables.get(name, sys.modules.get(name))
+        if is_of(found, ModuleType) and is_own(getattr(found, "__file__", None)):
             yield found

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import weakref
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -271,6 +274,58 @@ def global_counter(job: Job) -> None:
         return F.mse_loss(y / COUNTS["calls"], target)
 
     learn_around(job, Returns(Chain(), result), lambda model: None)
+
+
+@equal(note="the list stays as it was, since captured calls do not run the forward")
+def numbers_appended_for_a_log(job: Job) -> None:
+    """The forward appends a number to a list of a helper object at each call, which nobody reads."""
+    net = _Leaves(lambda net, aux: net.holder.norms.append(0.5))
+    learn_around(job, Returns(net, F.mse_loss), lambda model: None)
+
+
+def _warmed_up(job: Job, calls: Callable[[], int]) -> None:
+    """The loss has another factor after so many calls."""
+    net = Returns(Chain(), lambda y, target: F.mse_loss(y / (1 if calls() < 4 else 2), target))
+    learn_around(job, net, lambda model: None)
+
+
+@refused("CaptureError", "counts from call to call.*holder.count", instead="keep it in a buffer")
+def counter_of_a_warm_up(job: Job) -> None:
+    """The forward counts its calls in a helper object, and goes another way only after many of them."""
+    holder = SimpleNamespace(count=0)
+
+    def calls() -> int:
+        holder.count += 1
+        return holder.count
+
+    _warmed_up(job, calls)
+
+
+@refused("CaptureError", "counts from call to call.*__defaults__", instead="keep it in a buffer")
+def default_argument_that_grows(job: Job) -> None:
+    """The forward appends to a list that is a default argument (`seen=[]`), and goes another way once it is long."""
+
+    def calls(seen: list[int] = []) -> int:  # noqa: B006  # this is the case
+        seen.append(1)
+        return len(seen)
+
+    _warmed_up(job, calls)
+
+
+@refused("CaptureError", 'takes what comes next from an iterator.*"ids"', instead="pass it as an argument")
+def next_of_an_iterator(job: Job) -> None:
+    """The forward takes what comes next from an iterator or a generator that the model has: `next(self.ids)`."""
+    ids = itertools.count()
+    _warmed_up(job, lambda: next(ids))
+
+
+@equal()
+def proxy_of_what_is_no_more(job: Job) -> None:
+    """The model has a `weakref.proxy` of its trainer, which is no more, in an attribute and in a helper object."""
+    trainer, net = _Holder(), _Leaves(lambda net, aux: net.holder.aux)
+    net.aux = net.holder.aux = weakref.proxy(trainer)
+    del trainer
+    learn_around(job, Returns(net, F.mse_loss), lambda model: None)
 
 
 @refused("CaptureError", "earlier call of the model has left.*METRICS", instead="keep it in a buffer")
