@@ -25,6 +25,7 @@ from pyrannc.call.telling import (
     tell_of_groups,
     tell_of_mixing,
     tell_of_normalising,
+    tell_of_unseen,
     tell_of_whole_parts,
 )
 from pyrannc.call.unwrap import unwrapped
@@ -405,6 +406,8 @@ class RaNNCModule(DeployedModel):
         if process.get_rank() == 0:
             tell_of_mixing(variant)
             tell_of_whole_parts(variant)
+            if self._deployment is None:
+                tell_of_unseen(variant)
             tell_of_groups(variant, call.batch.total)
         return variant
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -348,6 +349,23 @@ def test_a_generator_that_calls_the_model_takes_nothing() -> None:
 
     model.held = calls()  # type: ignore[assignment]  # likewise
     assert len(list(model.held)) == 2
+
+
+@pytest.mark.parametrize(
+    ("held", "unseen"),
+    [
+        (dict.fromkeys(map(str, range(50_000)), 1), None),
+        ([("word", number) for number in range(30_000)], None),
+        ([[("word", number) for number in range(1000)] for _ in range(30)], None),
+        ([[] for _ in range(5000)], r'attribute "held" of the model'),
+        ([[[] for _ in range(1000)] for _ in range(30)], r"attribute \"held\[\d+\]\[\d+\]\" of the model"),
+    ],
+)
+def test_where_there_is_too_much_to_look_after_is_known(held: Any, unseen: str | None) -> None:
+    model = Returns(lambda net, h: h * len(net.held))
+    model.held = held
+    found = captured(model).python_state.unseen
+    assert found is None if unseen is None else re.fullmatch(unseen, str(found))
 
 
 class Table(dict[str, Any]):

@@ -36,6 +36,18 @@ def tell_of_mixing(variant: Variant) -> None:
     )
 
 
+def tell_of_unseen(variant: Variant) -> None:
+    """Warns of Python objects that are too many to look after."""
+    unseen = variant.captured.python_state.unseen
+    if unseen is not None:
+        _log.warning(
+            "the model's code can reach so many Python objects that not all are looked after, such as what is in the "
+            "%s. What is only read there is right. What the forward changes there, or the script between calls, is not "
+            "seen: pass that as an argument, keep it in a buffer, or return it from the forward",
+            unseen,
+        )
+
+
 def tell_of_normalising(variant: Variant, plan: Plan) -> None:
     """Warns of batch normalisation that sees a part of the rows."""
     place, facts = first_normalising(variant.captured), PlanFacts.of(plan)

@@ -150,6 +150,7 @@ class PythonState:
         written: what it set without having read it.
         unset: what stands elsewhere for what it left there.
         cached: where it left tensors that sizes alone decide.
+        unseen: from where on it is not known what it left, as there is too much.
         globals: the global variables that code of the user reads, and attributes of objects in them.
         strangers: modules that it called and that are no sub-modules of the model.
         grad_mode: whether gradients were recorded, where it asked that; ``None`` where it did not.
@@ -159,6 +160,7 @@ class PythonState:
     written: list[Attribute]
     unset: list[Unsets]
     cached: list[Name]
+    unseen: Name | None
     globals: list[GlobalRead]
     strangers: list[nn.Module]
     grad_mode: bool | None

@@ -243,7 +243,7 @@ class AttributeLog:
         own = [function for attribute in read for function in _functions(attribute)]
         found = GlobalReads(self._tracker.codes, own)
         strangers = [*self._tracker.strangers.values()]
-        beside = self.beside.unset, self.beside.cached
+        beside = self.beside.unset, self.beside.cached, self.beside.unseen
         return PythonState(read, self.written, *beside, [*found], strangers, grad_mode)
 
 

@@ -46,6 +46,7 @@ class BesideLog:
         left: what the next call finds.
         unset: what stands for what depends on data.
         cached: tensors that sizes alone decide.
+        unseen: from where on its surroundings are not looked at.
     """
 
     def __init__(self, model: nn.Module, internal: frozenset[str]) -> None:
@@ -56,6 +57,7 @@ class BesideLog:
         self.left: list[Beside] = []
         self.unset: list[Unsets] = []
         self.cached: list[Name] = []
+        self.unseen = found.unseen
 
     def lift(self) -> None:
         """What stands for what earlier calls have left gives way to what was there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from types import CellType
 from typing import Any
@@ -42,12 +42,12 @@ class Name:
 
     def attribute(self, name: Hashable) -> Name:
         """An attribute of it."""
-        return replace(self, path=(*self.path, f".{name}" if self.path else str(name)))
+        return Name(self.kind, (*self.path, f".{name}" if self.path else str(name)), self.of)
 
     def item(self, key: Hashable) -> Name:
         """An item of it."""
         text = repr(key) if isinstance(key, SCALARS) else type(key).__name__
-        return replace(self, path=(*self.path, f"[{text[:_LONGEST]}]"))
+        return Name(self.kind, (*self.path, f"[{text[:_LONGEST]}]"), self.of)
 
     @property
     def last(self) -> str:

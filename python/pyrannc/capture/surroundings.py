@@ -22,10 +22,13 @@ from .iterators import behind, is_iterator
 from .kinds import is_of
 from .left import Unset
 from .members import has_members, members
+from .plain import PLAIN
 from .torch_internals.modules import hooks_of_calls, own_modules
 
 _MOST_ITEMS = 4096
 """Longer containers are looked after, but not what is in them."""
+_FIXED = (*SCALARS, *PLAIN, Tensor, ModuleType, Absent)
+"""What holds nothing that is looked after here."""
 _MOST_VALUES = 20_000
 """So many values are looked at, the nearest first."""
 _OF_VARIABLE = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -43,6 +46,7 @@ class Surroundings:
         holders: of the user's things.
         caches: those of functions.
         iterators: of Python itself, with what they are called.
+        unseen: the first thing that is left out, as there is too much.
     """
 
     def __init__(self, model: nn.Module, internal: frozenset[str]) -> None:
@@ -53,6 +57,7 @@ class Surroundings:
         self.holders: list[Holder] = []
         self.caches: list[Any] = []
         self.iterators: list[_Named] = []
+        self.unseen: Name | None = None
         waiting = deque[_Named]()
         for path, module in model.named_modules():
             self._seen[id(module)] = module
@@ -60,12 +65,15 @@ class Surroundings:
         most = len(self._seen) + _MOST_VALUES
         while waiting and len(self._seen) < most:
             value, called = waiting.popleft()
-            value = value.before if is_of(value, Unset) else value
-            if not is_of(value, (*SCALARS, Tensor, ModuleType, Absent)) and id(value) not in self._seen:
+            if self._is_new(value):
                 self._seen[id(value)] = value
                 waiting += self._inside(value, called)
+        self.unseen = self.unseen or next((called for value, called in waiting if self._is_new(value)), None)
         for variables, of, names in self._variables.values():
             self.holders.append(Variables(variables, Name("global variable", (), of), names.__contains__))
+
+    def _is_new(self, value: Any) -> bool:
+        return (is_of(value, Unset) or not _is_fixed(value)) and id(value) not in self._seen
 
     def _beside(self, module: nn.Module, of: str) -> Iterator[_Named]:
         """What the code of a sub-module reaches."""
@@ -78,17 +86,19 @@ class Surroundings:
                 continue
             if is_of(value, CONTAINERS) and id(value) not in self._seen:
                 self._seen[id(value)] = value
-                yield from _items(value, named.attribute(name))
+                yield from self._items(value, named.attribute(name))
                 yield from self._attributes(value, named.attribute(name))
             else:
                 yield value, named.attribute(name)
 
     def _inside(self, value: Any, called: Name) -> Iterable[_Named]:
+        if isinstance(value, Unset):
+            return [(value.before, called)]
         if isinstance(value, CONTAINERS):
             self.holders.append(Container(value, called))
-            return [*_items(value, called), *self._attributes(value, called)]
+            return [*self._items(value, called), *self._attributes(value, called)]
         if isinstance(value, (tuple, frozenset)):
-            return _items(value, called)
+            return self._items(value, called)
         if isinstance(value, functools.partial):
             return [(part, called) for part in (value.func, value.args, value.keywords)]
         if isinstance(value, MethodType):
@@ -163,6 +173,15 @@ class Surroundings:
         own = [(name, value) for name, value in vars(module).items() if name not in self._internal]
         yield from ((value, called.attribute(name)) for name, value in (*own, *own_modules(module).items()))
 
+    def _items(self, container: Any, called: Name) -> Iterator[_Named]:
+        held = content(container)
+        if len(held) <= _MOST_ITEMS:
+            pairs = held.items() if isinstance(held, dict) else enumerate(held)
+            yield from ((item, called.item(key)) for key, item in pairs if self._is_new(item))
+            return
+        if self.unseen is None and any(map(self._is_new, held.values() if isinstance(held, dict) else held)):
+            self.unseen = called
+
     def _attributes(self, container: Any, called: Name) -> Iterable[_Named]:
         """What a container of a class of the user has besides items."""
         has_own = is_users_own(type(container)) and has_members(container)
@@ -174,14 +193,14 @@ class Surroundings:
     def _of_members(self, value: Any, called: Name) -> Iterator[_Named]:
         self.holders.append(Members(value, called))
         yield type(value), called
-        yield from ((item, called.attribute(name)) for name, item in members(value).items())
+        yield from ((item, called.attribute(name)) for name, item in members(value).items() if self._is_new(item))
 
 
-def _items(value: Any, called: Name) -> Iterator[_Named]:
-    held = content(value)
-    if len(held) <= _MOST_ITEMS:
-        pairs = held.items() if isinstance(held, dict) else enumerate(held)
-        yield from ((item, called.item(key)) for key, item in pairs)
+def _is_fixed(value: Any) -> bool:
+    """True for what neither changes nor holds what does."""
+    if type(value) in SCALARS or is_of(value, _FIXED):
+        return True
+    return is_of(value, (tuple, frozenset)) and all(map(_is_fixed, value))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.contract.habit import equal, refused
+from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.training import Chain, Returns, learn, learn_around, pairs, sgd
 
@@ -317,6 +317,26 @@ def next_of_an_iterator(job: Job) -> None:
     """The forward takes what comes next from an iterator or a generator that the model has: `next(self.ids)`."""
     ids = itertools.count()
     _warmed_up(job, lambda: next(ids))
+
+
+@equal()
+def vocabulary_beside_the_model(job: Job) -> None:
+    """The model has a helper object with a vocabulary of 50,000 words, which the forward looks into."""
+    words = [f"word {number}" for number in range(50_000)]
+    tokenizer = SimpleNamespace(numbers={word: number for number, word in enumerate(words)}, words=tuple(words))
+
+    def result(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y * tokenizer.numbers["word 2"], target) / len(tokenizer.words)
+
+    learn_around(job, Returns(Chain(), result), lambda model: None)
+
+
+@warned("looked after.*entries", instead="what is changed in more than 4,096 is not seen: pass it as an argument")
+def many_objects_beside_the_model(job: Job) -> None:
+    """The same with an object for each word."""
+    entries = [SimpleNamespace(word=f"word {number}", weight=2.0) for number in range(50_000)]
+    net = Returns(Chain(), lambda y, target: F.mse_loss(y * entries[2].weight, target))
+    learn_around(job, net, lambda model: None)
 
 
 @equal()
