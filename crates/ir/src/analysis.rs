@@ -10,7 +10,7 @@ use crate::batch_free::batch_free;
 use crate::entity::Arena;
 use crate::graph::{Graph, OpId, ValueDef, ValueId};
 use crate::once::once_ops;
-use crate::row_state::{Batches, Mixing, RowDim};
+use crate::row_state::{Mixing, RowDim};
 use crate::rows::Rows;
 use crate::storages::Storages;
 
@@ -105,15 +105,16 @@ pub struct Analysis {
 impl Analysis {
     /// Analyses `graph`.
     pub fn new(graph: &Graph) -> Self {
-        Self::with_mixing(graph, graph.mixing, Batches::InLine)
+        Self::with_mixing(graph, graph.mixing, &BTreeSet::new())
     }
 
-    /// Like [`Analysis::new`], with another way for Ops that mix rows.
-    pub fn with_mixing(graph: &Graph, mixing: Mixing, batches: Batches) -> Self {
+    /// Like [`Analysis::new`], with another way for Ops that mix rows, as those in `mixed` do that put batches one after
+    /// another.
+    pub fn with_mixing(graph: &Graph, mixing: Mixing, mixed: &BTreeSet<OpId>) -> Self {
         let storages = Storages::new(graph);
         let batch_free = batch_free(graph, &storages);
         let once = once_ops(graph, &storages);
-        let rows = Rows::new(graph, &storages, mixing, batches);
+        let rows = Rows::new(graph, &storages, mixing, mixed);
         let row_dims = rows.row_dims();
         let main_ops: Vec<OpId> = graph.ops.ids().filter(|&op| !batch_free[op]).collect();
         let mut main_index: Arena<OpId, Option<u32>> = graph.ops.ids().map(|_| None).collect();

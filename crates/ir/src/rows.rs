@@ -3,6 +3,8 @@
 //! Each Op is followed by the rule of its operator in [`crate::ops`]; without a rule, or where the rule does not hold,
 //! its results count as mixing rows. Nothing is concluded from extents alone: they only confirm what a rule says.
 
+use std::collections::BTreeSet;
+
 use crate::entity::Arena;
 use crate::follow::{follow, given_by_groups, sole_batch_dim};
 use crate::graph::{Dim, Graph, OpId, ValueDef, ValueId};
@@ -22,12 +24,12 @@ pub struct Rows {
 
 /// The row dimension of each Value, where there is a proven one. The graph must be a verified one.
 pub fn row_dims(graph: &Graph) -> Arena<ValueId, Option<RowDim>> {
-    Rows::new(graph, &Storages::new(graph), graph.mixing, Batches::InLine).row_dims()
+    Rows::new(graph, &Storages::new(graph), graph.mixing, &BTreeSet::new()).row_dims()
 }
 
 impl Rows {
-    /// Follows the rows through a verified graph.
-    pub fn new(graph: &Graph, storages: &Storages, mixing: Mixing, batches: Batches) -> Self {
+    /// Follows the rows through a verified graph; the Ops in `mixed` mix rows where they put batches one after another.
+    pub fn new(graph: &Graph, storages: &Storages, mixing: Mixing, mixed: &BTreeSet<OpId>) -> Self {
         let states = graph.values.values().map(|value| given(&value.def, &value.shape)).collect();
         let spoiled = graph.values.ids().map(|_| None).collect();
         let mut rows = Self { states, mixing: Vec::new(), spoiled };
@@ -38,6 +40,7 @@ impl Rows {
                 rows.spoiled[storages.root[value]].is_some()
                     || matches!(rows.states[value], RowState::Partial(_) | RowState::Mixed)
             });
+            let batches = if mixed.contains(&id) { Batches::Mixed } else { Batches::InLine };
             let found = if joined { None } else { rows.followed(graph, id, &given, batches) };
             let extents = op.results.iter().any(|&value| graph.values[value].shape.iter().any(|dim| dim.per_row != 0));
             let in_parts = mixing == Mixing::Parts && (!joined || extents);

@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::analysis::Analysis;
 use crate::entity::{Arena, Entity};
 use crate::graph::{BufferId, ConstId, Graph, Op, OpId, ParamId, ValueDef, ValueId};
-use crate::row_state::{Batches, Join, Mixing, RowState};
+use crate::row_state::{Join, Mixing, RowState};
 use crate::rows::Rows;
 
 /// A Value that parts of the batch make and the tail takes as a whole.
@@ -71,12 +71,16 @@ pub struct Divided {
 impl Graph {
     /// Divides a verified graph; without anything that mixes or follows a reduction the body is the graph itself.
     pub fn divide_tail(&self, mixing: Mixing) -> Divided {
-        let mut analysis = Analysis::with_mixing(self, mixing, Batches::InLine);
-        let mut in_tail = tail_ops(self, &analysis);
-        if batches_leave(self, &analysis, &in_tail) {
-            analysis = Analysis::with_mixing(self, mixing, Batches::Mixed);
-            in_tail = tail_ops(self, &analysis);
-        }
+        let mut mixed = BTreeSet::new();
+        let (analysis, in_tail) = loop {
+            let analysis = Analysis::with_mixing(self, mixing, &mixed);
+            let in_tail = tail_ops(self, &analysis);
+            let found = makers_of_leaving_batches(self, &analysis, &in_tail);
+            if found.is_empty() {
+                break (analysis, in_tail);
+            }
+            mixed.extend(found);
+        };
         let rows = &analysis.rows;
         let joined = joined_values(self, &analysis, &in_tail);
         let tail = tail(self, &analysis, &in_tail, joined);
@@ -88,12 +92,25 @@ impl Graph {
     }
 }
 
-/// True when the body would give out batches one after another, whose parts nobody could join.
-fn batches_leave(graph: &Graph, analysis: &Analysis, in_tail: &Arena<OpId, bool>) -> bool {
+/// The Ops that put batches one after another which the body would give out: nobody could join their parts.
+fn makers_of_leaving_batches(graph: &Graph, analysis: &Analysis, in_tail: &Arena<OpId, bool>) -> BTreeSet<OpId> {
+    let is_batches = |&value: &ValueId| matches!(analysis.rows.states[value], RowState::Batches(_));
     let taken = graph.ops.iter().filter(|&(id, _)| in_tail[id]).flat_map(|(_, op)| op.operands());
     let updates = graph.buffers.values().filter_map(|buffer| buffer.update);
-    let mut left = graph.outputs.iter().copied().chain(updates).chain(taken);
-    left.any(|value| matches!(analysis.rows.states[value], RowState::Batches(_)))
+    let mut open: Vec<ValueId> = graph.outputs.iter().copied().chain(updates).chain(taken).filter(is_batches).collect();
+    let mut makers = BTreeSet::new();
+    let mut seen = BTreeSet::new();
+    while let Some(value) = open.pop() {
+        let ValueDef::Op { op, .. } = graph.values[value].def else { continue };
+        if seen.insert(op) {
+            let before: Vec<ValueId> = graph.ops[op].operands().into_iter().filter(is_batches).collect();
+            if before.is_empty() {
+                makers.insert(op);
+            }
+            open.extend(before);
+        }
+    }
+    makers
 }
 
 fn partial_join(state: RowState) -> Option<Join> {

@@ -1,6 +1,6 @@
 """Linear layers on rows that stand with other extents in one dimension, as after attention whose steps come first.
 
-No rule follows rows into a dimension that others come before in it. The layer gives the same where they stay apart.
+Where others come before them in their dimension, nothing can be cut. The layer gives the same where they stay apart.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from tests.contract.settings import COVERING, EMPTY, REPLICAS, STAGES, TOGETHER,
 from tests.contract.training import (
     CLASSES,
     UNCOUNTED,
+    VOCABULARY,
     WIDTH,
     Chain,
     Returns,
@@ -468,19 +469,56 @@ for _name in MIXING:
 class _Views(nn.Module):
     """Encodes two views of each row together, and foretells one from the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor], apart: Callable[[Tensor], Sequence[Tensor]]) -> None:
         super().__init__()
         self.encoder, self.head = Chain(2), Chain(3)
+        self.join, self.apart = join, apart
 
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        first, second = torch.relu_(self.encoder(torch.cat([x, other]))).chunk(2)
+        first, second = self.apart(torch.relu_(self.encoder(self.join(x, other))))
         return F.mse_loss(self.head(first), second)
+
+
+def _cat(x: Tensor, other: Tensor) -> Tensor:
+    return torch.cat([x, other])
+
+
+def _stack(x: Tensor, other: Tensor) -> Tensor:
+    return torch.stack([x, other]).flatten(0, 1)
 
 
 @equal(settings=(*COVERING, EMPTY))
 def views_encoded_together(job: Job) -> None:
     """The model encodes two batches as one (`torch.cat`), and takes what comes of it apart (`chunk`)."""
-    fit(job, _Views(), pairs)
+    fit(job, _Views(_cat, lambda y: y.chunk(2)), pairs)
+
+
+@equal(settings=(*COVERING, EMPTY))
+def views_taken_apart_by_a_view(job: Job) -> None:
+    """Likewise, and takes them apart by `view(2, rows, width)`, or `unbind` of `reshape(2, -1, width)`."""
+    fit(job, _Views(_cat, lambda y: y.view(2, y.shape[0] // 2, WIDTH)), pairs)  # type: ignore[arg-type]
+    fit(job, _Views(_cat, lambda y: y.reshape(2, -1, WIDTH).unbind(0)), pairs)
+
+
+@equal(settings=(*COVERING, EMPTY))
+def views_stacked_and_flattened(job: Job) -> None:
+    """Two batches become one by `torch.stack` and `flatten(0, 1)`, and are taken apart by `chunk` or a view."""
+    fit(job, _Views(_stack, lambda y: y.chunk(2)), pairs)
+    fit(job, _Views(_stack, lambda y: y.view(2, -1, WIDTH).unbind(0)), pairs)
+
+
+class _StepsFirst(TokenChain):
+    """Returns a loss of logits whose steps come before their rows."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = super().forward(tokens).transpose(0, 1)
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.t().reshape(-1))
+
+
+@equal(settings=(*COVERING, EMPTY))
+def tokens_whose_steps_come_first(job: Job) -> None:
+    """Logits are steps by rows, and the loss takes all of them in that order: `logits.view(-1, classes)`."""
+    fit(job, _StepsFirst(), padded)
 
 
 @equal(settings=TOGETHER, note='`RaNNCModule(..., row_mixing="microbatch")`')

@@ -174,14 +174,14 @@ def batches_joined_and_taken_apart(job: Job) -> None:
     fit(job, _Joined(lambda y, rows: y.split(rows)), pairs)
 
 
-@equal(settings=(REPLICAS, Setting((5, 3), 1, 1)))
+@equal(settings=(*COVERING, EMPTY))
 def views_of_batches_of_one_tensor(job: Job) -> None:
     """Parts of one tensor run as one batch, which `view(3, rows, -1)` takes apart, `unbind` or an index."""
     fit(job, _Joined(lambda y, rows: y.view(3, rows, WIDTH)), _parts_of_one)
     fit(job, _Joined(lambda y, rows: y.view(3, -1, WIDTH).unbind(0)), _parts_of_one)
 
 
-@equal(settings=(REPLICAS, Setting((5, 3), 1, 1)))
+@equal(settings=(*COVERING, EMPTY))
 def rows_repeated_and_averaged(job: Job) -> None:
     """Each row runs twice: `x.repeat(2, 1)`, and the mean over `view(2, rows, -1)`."""
 

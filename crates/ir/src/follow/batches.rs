@@ -1,9 +1,14 @@
-//! Several batches one after another, as `torch.cat([a, b])` puts them: whatever treats each place along the batch by
-//! itself leaves them so, until they are taken apart again.
+//! Several batches one after another, as `torch.cat([a, b])` and `torch.stack([a, b]).flatten(0, 1)` put them: whatever
+//! treats each place along the batch by itself leaves them so, until they are taken apart again.
 
 use super::*;
 
 impl Call<'_> {
+    /// Batches that the Op puts one after another, unless such are to count as mixed.
+    pub(super) fn put_in_line(&self, rows: RowDim) -> Result<RowState, How> {
+        if self.batches == Batches::InLine { Ok(RowState::Batches(rows)) } else { Err(ONE_AFTER_ANOTHER) }
+    }
+
     /// How many batches stand one after another in the operands, if they do.
     pub(super) fn batches_in_line(&self) -> Result<Option<u64>, How> {
         let mut found = None;
@@ -27,6 +32,11 @@ impl Call<'_> {
         {
             return self.confirmed(state);
         }
+        if rule == RowRule::Regroup
+            && let Some(state) = self.batches_side_by_side(count)?
+        {
+            return self.confirmed(state);
+        }
         let state = match self.by_rule(rule)? {
             RowState::Rows(rows) if rows.per_row == count => RowState::Batches(rows),
             RowState::Rows(_) | RowState::Numbers(_) | RowState::Batches(_) => return Err(UNALIGNED),
@@ -36,6 +46,15 @@ impl Call<'_> {
             return Err(CHANGES);
         }
         self.confirmed(state)
+    }
+
+    /// Rows, where the batches come into a dimension of their own before that of the rows: `view(2, rows, width)`.
+    fn batches_side_by_side(&self, count: u64) -> Result<Option<RowState>, How> {
+        let (source, result) = (self.first()?, self.op.results[0]);
+        let after = sole_batch_dim(&self.graph.values[result].shape).ok_or(UNCONFIRMED)?;
+        let places = self.places_before(source, self.rows_of(source)?);
+        let apart = places.checked_mul(count) == Some(self.places_before(result, after));
+        Ok(apart.then_some(RowState::Rows(after)))
     }
 
     /// Rows, where each result is one of the batches.

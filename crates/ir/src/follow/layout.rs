@@ -12,11 +12,19 @@ impl Call<'_> {
             RowState::Numbers(rows) => (rows, true),
             _ => return Err(UNALIGNED),
         };
-        let shape = |value: ValueId| &self.graph.values[value].shape;
-        if elements_before(shape(source), before.dim) != elements_before(shape(self.op.results[0]), after.dim) {
-            return Err("it divides the batch in another way");
+        let (places, places_after) =
+            (self.places_before(source, before), self.places_before(self.op.results[0], after));
+        if places == places_after {
+            return Ok(if numbers { RowState::Numbers(after) } else { RowState::Rows(after) });
         }
-        Ok(if numbers { RowState::Numbers(after) } else { RowState::Rows(after) })
+        let in_line = !numbers && before.per_row == 1 && places_after.checked_mul(after.per_row) == Some(places);
+        if in_line { self.put_in_line(after) } else { Err("it divides the batch in another way") }
+    }
+
+    /// How many times a Value has all of the batch, by the dimensions before that of the rows.
+    pub(super) fn places_before(&self, value: ValueId, rows: RowDim) -> u64 {
+        let before = self.graph.values[value].shape.iter().take(rows.dim as usize);
+        before.fold(1, |product, dim| product.saturating_mul(dim.fixed.unsigned_abs()))
     }
 
     pub(super) fn expanded(&self, rule: RowRule) -> Result<RowState, How> {
@@ -26,10 +34,14 @@ impl Call<'_> {
             RowState::Free => self.created(),
             RowState::Rows(rows) => {
                 let place = place(rows)?;
-                if rule == RowRule::Repeat && self.times(place, rank)? != 1 {
-                    return Err("it repeats the batch");
+                let times = if rule == RowRule::Repeat { self.times(place, rank)? } else { 1 };
+                match (row_state(place, rows.per_row)?, u64::try_from(times).unwrap_or(0)) {
+                    (RowState::Rows(rows), times) if times > 1 && rows.per_row == 1 => {
+                        self.put_in_line(RowDim { per_row: times, ..rows })
+                    }
+                    (state, 1) => Ok(state),
+                    _ => Err("it repeats the batch"),
                 }
-                row_state(place, rows.per_row)
             }
             RowState::Numbers(rows) if rule == RowRule::Expand => match row_state(place(rows)?, rows.per_row)? {
                 RowState::Rows(rows) => Ok(RowState::Numbers(rows)),
@@ -147,9 +159,7 @@ impl Call<'_> {
         }
         match (dim == rows.dim as usize, count) {
             (false, _) | (true, 1) => Ok(RowState::Rows(rows)),
-            (true, count) if rows.per_row == 1 && self.batches == Batches::InLine => {
-                Ok(RowState::Batches(RowDim { per_row: count as u64, ..rows }))
-            }
+            (true, count) if rows.per_row == 1 => self.put_in_line(RowDim { per_row: count as u64, ..rows }),
             _ => Err(ONE_AFTER_ANOTHER),
         }
     }
@@ -183,8 +193,4 @@ fn moved_order(from: &[usize], to: &[usize], rank: usize) -> Result<Vec<usize>, 
     }
     let mut rest = (0..rank).filter(|dim| !from.contains(dim));
     order.into_iter().map(|dim| dim.or_else(|| rest.next()).ok_or(NO_RULE)).collect()
-}
-
-fn elements_before(shape: &[Dim], dim: u32) -> i64 {
-    shape.iter().take(dim as usize).fold(1, |product, dim| product.saturating_mul(dim.fixed))
 }
