@@ -43,14 +43,23 @@ def in_halves(y: Tensor) -> Tensor:
     return (first - second).square().sum()
 
 
+def beside_half(y: Tensor) -> Tensor:
+    first, second = y.view(2, -1, WIDTH)
+    return (first - second).square().sum()
+
+
+def beside_counted_half(y: Tensor) -> Tensor:
+    return y.view(2, y.shape[0] // 2, -1).prod(0).sum()
+
+
 def captured(made: Callable[[Tensor], Tensor], rows: int, all_rows: int) -> Captured:
     sample = Sample.of(Of(made), (torch.randn(rows, WIDTH),), {}, torch.device("cpu"), rows)
     return capture_sample(sample, all_rows=all_rows, answers=Answering(part_of_batch=rows < all_rows))
 
 
-@pytest.mark.parametrize("made", [in_pairs, reshaped])
-@pytest.mark.parametrize("rows", [8, 5, 3])
-def test_a_rank_with_odd_rows_captures_what_the_even_batch_does(made: Any, rows: int) -> None:
+@pytest.mark.parametrize("made", [in_pairs, reshaped, beside_half, beside_counted_half])
+@pytest.mark.parametrize("rows", [8, 5, 3, 2, 1])
+def test_a_rank_with_odd_or_few_rows_captures_what_the_even_batch_does(made: Any, rows: int) -> None:
     found = captured(made, rows, 8)
     assert not found.kept_whole
     assert all(condition.holds(8) for condition in found.row_conditions)

@@ -583,8 +583,8 @@ class BatchShapeEnv(ShapeQuestions):
             "number of rows: replace the Python number, such as `int(x.shape[0])`, by `x.shape[0]` or -1, and a "
             "Python loop over the rows by a tensor operation."
         )
-        # With other rows it may be a number that many have in common.
-        rows = 0 if self.is_fixed(self.batch_symbol) else self.batch_rows
+        # With other rows it may be a number that many have in common, or a question that has another answer.
+        rows = 0 if is_number and self.is_fixed(self.batch_symbol) else self.batch_rows
         raise UntraceableError(message, place, cause, needs_rows=True, rows=rows)
 
     def _note_number(self, expr: sympy.Basic, answer: sympy.Basic) -> None:

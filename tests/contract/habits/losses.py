@@ -496,7 +496,7 @@ def views_encoded_together(job: Job) -> None:
 @equal(settings=(*COVERING, EMPTY))
 def views_taken_apart_by_a_view(job: Job) -> None:
     """Likewise, and takes them apart by `view(2, rows, width)`, or `unbind` of `reshape(2, -1, width)`."""
-    fit(job, _Views(_cat, lambda y: y.view(2, y.shape[0] // 2, WIDTH)), pairs)  # type: ignore[arg-type]
+    fit(job, _Views(_cat, lambda y: y.view(2, y.shape[0] // 2, WIDTH)), pairs)
     fit(job, _Views(_cat, lambda y: y.reshape(2, -1, WIDTH).unbind(0)), pairs)
 
 

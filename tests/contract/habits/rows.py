@@ -229,16 +229,28 @@ def pairs_in_what_stays_whole(job: Job) -> None:
     fit(job, Returns(net, F.mse_loss), pairs)
 
 
+class _Halves(Chain):
+    """Holds the first half of the batch against the second."""
+
+    def __init__(self, halves: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        super().__init__()
+        self.halves = halves
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        a, b = self.halves(super().forward(x))
+        return F.mse_loss(a, b) + F.mse_loss(a, target[: len(a)])
+
+
 @equal()
 def halves_of_a_batch(job: Job) -> None:
     """The first half of the batch is held against the second: `a, b = y.chunk(2)`."""
+    _train_on(job, _Halves(lambda y: y.chunk(2)), (8, 16, 8))
 
-    class Net(Chain):
-        def forward(self, x: Tensor, target: Tensor) -> Tensor:
-            a, b = super().forward(x).chunk(2)
-            return F.mse_loss(a, b) + F.mse_loss(a, target[: len(a)])
 
-    _train_on(job, Net(), (8, 16, 8))
+@equal()
+def halves_of_a_batch_by_a_view(job: Job) -> None:
+    """The same with `y.view(2, -1, width)`, where ranks may have a row or none."""
+    _train_on(job, _Halves(lambda y: y.view(2, -1, WIDTH).unbind(0)), (8, 16, 8))
 
 
 @equal()
