@@ -31,7 +31,13 @@ def trace_for_batch(tracing: Callable[[Answering], Trace], answers: Answering, r
     except UntraceableError as error:
         if not error.rows % by_multiples.multiple_of:
             raise
-        return tracing(by_multiples)
+        try:
+            return tracing(by_multiples)
+        except UntraceableError:
+            if error.needs_rows:
+                # What it says holds for any number of rows.
+                raise error from None
+            raise
     if answers.part_of_batch or first_other(traced.row_conditions, rows) is None:
         return traced
     return tracing(by_multiples)
