@@ -73,7 +73,7 @@ def _slept(program: RankProgram) -> tuple[list[str], list[str]]:
                     sleep_on_gpu(CYCLES)
                 sleep_on_gpu(CYCLES)
     clock.announce()
-    clock.begin_replay()
+    clock.count_launch()
     sampler = Sampler(word)
     sampler.start()
     graph.replay()

@@ -44,13 +44,15 @@ class Replays:
     def __init__(self, program: RankProgram) -> None:
         self.watchdog, self.marked = Mock(), list[int]()
 
-        def mark(times: Tensor, row: Tensor, place: int, word: Tensor, number: int) -> None:
+        def mark(times: Tensor, row: Tensor, step: int, place: int, word: Tensor, number: int) -> None:
+            row.copy_((row + step) % len(times))
             times[row, place] = len(self.marked)
             self.marked.append(number)
 
         with patch.dict(sys.modules, {"pyrannc.runtime.clock_triton": SimpleNamespace(mark=mark)}):
             record = ActionRecord(self.watchdog, TITLES)
             self.clock = Clock(program, record, CPU)
+        self.clock.count_launch()
         for actions, first in ((program.forward, 0), (program.backward, len(program.forward))):
             if not actions:
                 continue
@@ -129,8 +131,9 @@ def test_a_replay_without_computations_has_a_place() -> None:
 
 def test_times_are_those_of_computations() -> None:
     clock = _replays(0, "halves").clock
-    # The forwards' list begins with mark 1, the backwards' with mark 11; row 0 has all.
-    spans = [(start, end) for _, _, start, end in clock.read(0)]
+    # The forwards' list begins with mark 1, the backwards' with mark 11; one row has all.
+    assert clock._row.tolist() == [clock.row]
+    spans = [(start, end) for _, _, start, end in clock.read(clock.row)]
     ticks = [round(end * 1000) for _, end in spans]
     assert ticks == [2, 4, 6, 8, 12, 14, 16, 18]
     assert all(round((end - start) * 1000) == 1 for start, end in spans)

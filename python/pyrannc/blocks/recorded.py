@@ -60,6 +60,7 @@ class RecordedDraws:
             number: drawn for the call.
             seed_of: the seed for a place of a call.
         """
-        self.key.begin(number)
+        if number != self.key.number:
+            self.key.begin(number)
         for generator, place in zip(self._generators, self._places, strict=True):
             generator.manual_seed(seed_of(number, *place))

@@ -22,6 +22,9 @@ class Clock:
         program: what is recorded.
         record: of its Actions.
         device: where it runs.
+
+    Attributes:
+        row: of the times of the last launch.
     """
 
     def __init__(self, program: RankProgram, record: ActionRecord, device: torch.device) -> None:
@@ -41,8 +44,8 @@ class Clock:
         self._computed: list[int] = []
         self._names: list[str] = []
         self._marked = 0
-        self._replays = 0
-        mark(self._times, self._row, 0, self._word, 0)
+        self.row = 0
+        mark(self._times, self._row, 0, 0, self._word, 0)
 
     @contextmanager
     def graph(self, actions: Sequence[Action], first_record: int) -> Iterator[None]:
@@ -55,14 +58,15 @@ class Clock:
         self._next()
         yield
         # No place: the last one ends.
-        self._mark(self._times, self._row, self._marked, self._word, 0)
+        self._mark(self._times, self._row, 0, self._marked, self._word, 0)
         self._marked += 1
         computed = [index - first_record for index in self._computed]
         self._names += [*replay_places(actions, computed, self._title), ""]
 
     def _next(self) -> int:
         place = self._marked
-        self._mark(self._times, self._row, place, self._word, self._first + place)
+        # Each launch begins a row. Nobody has to tell the device which.
+        self._mark(self._times, self._row, int(place == 0), place, self._word, self._first + place)
         self._marked += 1
         return place
 
@@ -87,12 +91,9 @@ class Clock:
         if self._record.watchdog is not None:
             self._record.watchdog.forgotten(self._first)
 
-    def begin_replay(self) -> int:
-        """Before a replay; gives the row of its times."""
-        row = self._replays % len(self._times)
-        self._replays += 1
-        self._row.fill_(row)
-        return row
+    def count_launch(self) -> None:
+        """What begins with the first of the marks is launched."""
+        self.row = (self.row + 1) % len(self._times)
 
     def read(self, row: int) -> list[Passed]:
         """What passed in a replay whose row no later one has taken. Waits for the device."""

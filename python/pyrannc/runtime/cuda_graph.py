@@ -24,7 +24,7 @@ from pyrannc.runtime.batch import OfBatch
 from pyrannc.runtime.clock import Clock
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.run import OfOutputs, Run, Task
-from pyrannc.runtime.timing import StepMarks
+from pyrannc.runtime.timing import Passed, StepMarks
 from pyrannc.store.gradient_set import GradientSet
 
 
@@ -76,7 +76,7 @@ class Recording:
     Args:
         task: what runs.
         inputs: as of the first replay.
-        inside: likewise, the gradients with which backwards inside the call start.
+        inside: likewise, the tail's gradients with which backwards inside the call start.
         current: where gradients go.
         seen: what was seen of the run before.
         pool: whose memory it takes.
@@ -157,6 +157,7 @@ class Recording:
         self._launch()
 
     def _launch(self) -> None:
+        self.clock.count_launch()
         self._graph.replay()
         if self._is_launched and self._changed:
             increment_version(self._changed)
@@ -211,7 +212,7 @@ class Replay:
     Args:
         recording: of what.
         inputs: the rank's own.
-        inside: the gradients with which backwards inside the call start, by Value.
+        inside: the tail's gradients with which backwards inside the call start, by Value.
         outputs: where its outputs go.
         marks: where to note when computations ran.
     """
@@ -230,11 +231,10 @@ class Replay:
         self._versions = versions(context) if program.call == "halves" else []
         self._is_again = False
         context.record.enter_replay(program)
-        clock = recording.clock
-        row = clock.begin_replay()
         if marks is not None:
-            marks.replayed(lambda: clock.read(row))
+            marks.replayed(self._passed)
         recording.replay(inputs, inside)
+        self._row = recording.clock.row
         if program.call == "whole":
             self._finish_marks()
         context.record.enter_outputs(program)
@@ -243,6 +243,9 @@ class Replay:
         self.outputs = outputs
         self.kept: Set[int] = frozenset()
         self.current: GradientSet | None = recording.current
+
+    def _passed(self) -> list[Passed]:
+        return self._recording.clock.read(self._row)
 
     def _finish_marks(self) -> None:
         if self._marks is not None:
@@ -301,6 +304,7 @@ class Replay:
         assert current is not None, "it trains"
         held = current.copy()
         self._recording.repeat()
+        self._row = self._recording.clock.row
         self._recording.replay_backward(grads)
         self.current = current.copy()
         current.take(held)

@@ -32,6 +32,7 @@ class Weights:
         made: the outputs that some Stage makes, each once.
         joins: by output, how parts join.
         device: this rank's.
+        loss: the output from which backwards start inside of the call, if there is one.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class Weights:
         made: Sequence[OutputPart],
         joins: Mapping[int, Join | None],
         device: torch.device,
+        loss: int | None,
     ) -> None:
         self._facts = facts
         self._program = program
         self._made = made
         self._joins = joins
         self._device = device
+        self._loss = loss
 
     def share(self, microbatch: int) -> float:
         """This rank's rows of the microbatch, as a share of the global batch."""
@@ -73,8 +76,15 @@ class Weights:
     # With the loss inside of the call
 
     def inside(self, microbatch: int, grad: Tensor | None, value: int) -> Tensor | None:
-        """The gradient with which the backward of a microbatch starts, given that of the whole output."""
-        return None if grad is None else _weighted(grad, self._of_part(microbatch, value))
+        """The gradient with which the backward of a microbatch starts.
+
+        Args:
+            grad: of the whole output, which the loss itself needs none for.
+        """
+        weight = self._of_part(microbatch, value)
+        if value == self._loss:
+            return torch.full((), weight, dtype=self._facts.values[value].dtype, device=self._device)
+        return None if grad is None else _weighted(grad, weight)
 
     # With the loss outside
 

@@ -109,7 +109,7 @@ class Run:
 
         Args:
             inputs: the rank's own.
-            inside: the gradients with which backwards inside the call start, by Value.
+            inside: the tail's gradients with which backwards inside the call start, by Value.
             current: where to put gradients; by default where nobody holds any.
         """
         task, context, program = self._task, self._task.context, self._task.program

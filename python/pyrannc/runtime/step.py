@@ -102,7 +102,8 @@ class Step:
         self._summed = False
         self._active: frozenset[str] = frozenset()
         self._made = _made(context.parts.outputs)
-        self._weights = Weights(context.facts, program, self._made, variant.joins, context.device)
+        loss = None if self._loss is None else variant.body_of.get(self._loss)
+        self._weights = Weights(context.facts, program, self._made, variant.joins, context.device, loss)
         own_weight = self._weights.of_local_batch
         self._makers = sources(self._inputs, context.facts, program, own_weight, options.leaves)
         self.gives = Giving(program.call == "whole", program.gather_inputs, self._weights.of_local_batch)
@@ -152,18 +153,14 @@ class Step:
         return TailStep(context.tail, self._rows, self._joiner, self._whole_inputs, context.device)
 
     def _gradients_inside(self) -> dict[int, Tensor]:
-        """The gradients with which backwards inside the call start, by Value of the body."""
-        if self._loss is None:
+        """The tail's gradients with which backwards inside the call start, by Value of the body."""
+        if self._loss is None or self._tail is None:
             return {}
-        body_of, grads = self._variant.body_of, {} if self._tail is None else self._tail.gradients_of(self._loss)
+        body_of, grads = self._variant.body_of, self._tail.gradients_of(self._loss)
         self._tail_grads = {
             body_of[value]: self._of_first_rank(grad) for value, grad in grads.items() if value in self._whole_inputs
         }
-        found = {body_of[value]: grad for value, grad in grads.items()}
-        if self._loss in body_of:
-            facts = self._context.facts.values[body_of[self._loss]]
-            found[body_of[self._loss]] = torch.ones((), dtype=facts.dtype, device=self._context.device)
-        return found
+        return {body_of[value]: grad for value, grad in grads.items()}
 
     def _run_tail(self, made: Sequence[Tensor]) -> dict[int, Tensor]:
         """The distinct outputs of the call that are no inputs, by Value of the whole."""

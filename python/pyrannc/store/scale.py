@@ -9,6 +9,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+_FEW = 2**22
+"""Elements that a GPU multiplies sooner than the host launches the kernel that may not have to."""
+
 
 def scale_each(flats: Sequence[Tensor], scale: Tensor) -> None:
     """Multiplies flat tensors by a scalar without dimensions, in place; on a GPU the host does not wait for it."""
@@ -20,7 +23,7 @@ def scale_each(flats: Sequence[Tensor], scale: Tensor) -> None:
         return
     kernels = _kernels(device) if on_gpu and all(flat.is_floating_point() for flat in flats) else None
     for flat in flats:
-        if kernels is None:
+        if kernels is None or flat.numel() < _FEW:
             flat.mul_(scale)
         else:
             kernels.scale(flat, scale)
