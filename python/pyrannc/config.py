@@ -118,7 +118,8 @@ class Config:
         heartbeat_s: Pause between two signs of life of a rank; less than half of ``silence_timeout_s``.
         late_notice_s: When a rank has not come for so long to a call in which others wait, a line on stderr says so.
         recapture_interval: At the second call of what was traced for itself, and of each captured form whenever this
-            many calls have passed, one rank captures once more and compares, while the others wait; 0 is never.
+            many calls have passed, one rank captures once more and compares, while the others wait; later where that
+            would take more than a hundredth of the time. 0 is never.
     """
 
     show_config_items: bool = _item(False)

@@ -15,6 +15,7 @@ from pyrannc.call.data_guards import Answers
 from pyrannc.call.drift import Drift
 from pyrannc.call.equal import Course, Fingerprint, HyperParameters, combined, whole_inputs
 from pyrannc.call.param_guards import ParamGuards
+from pyrannc.call.recaptures import Recaptures
 from pyrannc.call.shared_inputs import refuse_shared
 from pyrannc.call.variant import CallKey, Variant, Variants
 from pyrannc.call.whole_batch import BatchRows
@@ -77,7 +78,7 @@ class Agreement:
         optimizer: whose settings must be equal on all ranks.
         batch: which arguments have rows.
         gather_inputs: the rows of all ranks count, instead of those of rank 0 alone.
-        recapture_interval: after so many calls of a captured form one rank captures again and compares; 0: never.
+        recaptures: when calls are captured again and compared.
         course: what is known of the calls of an optimizer.
 
     Attributes:
@@ -95,7 +96,7 @@ class Agreement:
         batch: BatchArguments,
         *,
         gather_inputs: bool,
-        recapture_interval: int,
+        recaptures: Recaptures,
         course: Callable[[Optimizer], Course],
     ) -> None:
         self.params: ParamGuards | None = None
@@ -106,7 +107,7 @@ class Agreement:
         self.hyper_parameters = HyperParameters(optimizer, course)
         self._batch = batch
         self._gather_inputs = gather_inputs
-        self._interval = recapture_interval
+        self._recaptures = recaptures
         self._answers: Answers | None = None
         self._drawn: int | None = None
 
@@ -161,8 +162,8 @@ class Agreement:
                 drawn = drawn if own.variant is None else agree.broadcast_object(self.draw(own.variant))
         if own.variant is None and doubt is None:
             doubt = self._batch.still_in_doubt(own.call, device)
-        if own.variant is not None and self._is_due(own.variant):
-            self._compare(own.variant, Sample(self._model, args, kwargs, device, own.rows, own.per_row))
+        if own.variant is not None and self._recaptures.is_due(own.variant):
+            self._recaptures.compare(own.variant, Sample(self._model, args, kwargs, device, own.rows, own.per_row))
         with no_autocast():
             to_ask = None if own.is_answered else own.variant
             self._answers = None if to_ask is None else self._ask(to_ask, own, batch)
@@ -281,24 +282,6 @@ class Agreement:
     def flags(self) -> Hashable:
         """Which parameters require gradients, equal on all ranks."""
         return None if self.params is None else self.params.flags
-
-    def _is_due(self, variant: Variant) -> bool:
-        """True at the second call of what was traced for itself, and whenever the interval has passed."""
-        if not self._interval or not variant.can_compare:
-            return False
-        if variant.calls == 1:
-            return variant.has_own_trace
-        return variant.calls > 0 and variant.calls % self._interval == 0
-
-    def _compare(self, variant: Variant, sample: Sample) -> None:
-        """Lets one rank in turn capture the call again. All ranks call it."""
-        mine = variant.calls // self._interval % process.get_world_size() == process.get_rank()
-
-        def attempt() -> None:
-            if mine and sample.rows:
-                variant.compare_with(sample)
-
-        agree.together(attempt)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from pyrannc.call.agreed import AgreedCall, Agreement
 from pyrannc.call.batch_arguments import BatchArguments, BatchNames, RowsInDoubt
 from pyrannc.call.lengths import Lengths
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
+from pyrannc.call.recaptures import Recaptures
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.variant import Variant, Variants
 from pyrannc.config import Config
@@ -74,7 +75,7 @@ class DeployedModel(StateOfModel):
             self.optimizer,
             BatchArguments(self.model, self._batch_arguments, gather_inputs=self._gather_inputs),
             gather_inputs=self._gather_inputs,
-            recapture_interval=self._config.recapture_interval,
+            recaptures=Recaptures(self._config.recapture_interval),
             course=course_of,
         )
 
