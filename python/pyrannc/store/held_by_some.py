@@ -36,7 +36,8 @@ _models: WeakSet[Holds] = WeakSet()
 
 def note_holders(model: Holds) -> None:
     """A model is spread over the ranks."""
-    _models.add(model)
+    if any(len(ranks) < process.get_world_size() for ranks in model.holders.values()):
+        _models.add(model)
 
 
 def forget_holders(model: Holds) -> None:
