@@ -294,6 +294,28 @@ def test_what_is_counted_for_a_log_is_put_back() -> None:
     assert (TABLE, model.holder.count, model.holder.items) == ({}, 0, [])
 
 
+def ring(net: Any, h: Tensor) -> Tensor:
+    TABLE.setdefault("times", [0.0] * 100)[net.holder.count] = 0.5
+    net.holder.count = (net.holder.count + 1) % 100
+    return h
+
+
+def budget(net: Any, h: Tensor) -> Tensor:
+    TABLE["left"] = TABLE.get("left", 1000) - 1
+    assert TABLE["left"] >= 0
+    print(TABLE["left"])
+    return h
+
+
+@pytest.mark.parametrize("result", [ring, budget])
+def test_what_cannot_be_counted_so_far_is_looked_at_earlier(result: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    TABLE.clear()
+    model = Returns(result)
+    captured(model)
+    assert (TABLE, model.holder.count) == ({}, 0)
+    assert "-" not in capsys.readouterr().out
+
+
 def _forever() -> Iterator[float]:
     count = 0
     while True:

@@ -139,6 +139,20 @@ def test_times_are_those_of_computations() -> None:
     assert all(round((end - start) * 1000) == 1 for start, end in spans)
 
 
+def test_a_launch_once_more_takes_the_row_of_the_last() -> None:
+    clock = _replays(0, "whole").clock
+    last = clock.row
+    clock.take_back_launch()
+    assert clock._row.tolist() == [clock.row]
+    assert clock.next_row == last
+    rows = []
+    for _ in range(len(clock._times)):
+        clock.count_launch()
+        rows.append(clock.row)
+    assert rows[0] == last
+    assert sorted(rows) == list(range(len(clock._times)))
+
+
 def test_two_recordings_share_no_number() -> None:
     one, other = _replays(0, "whole"), _replays(1, "whole")
     assert not (set(one.marked) & set(other.marked)) - {0}

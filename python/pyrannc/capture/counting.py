@@ -1,4 +1,4 @@
-"""What calls count in what they leave beside the model's attributes, as it is after very many of them."""
+"""What calls count in what they leave beside the model's attributes, as it is after many of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ _FAR = 720_720_000
 """Beyond every warm-up, and a multiple of whatever happens at every so many calls."""
 _LONG = 50_400
 """Likewise, of items in a list that grows."""
+CALLS = (None, 100, 10, 4)
+"""After how many calls to look; ``None``: as many as nobody makes. After fewer where that cannot be, as what is counted
+is a place in a buffer or a table."""
 
 
-def after_many_calls(first: Sequence[Beside], second: Sequence[Beside]) -> list[Beside]:
+def after_calls(first: Sequence[Beside], second: Sequence[Beside], calls: int | None) -> list[Beside]:
     """What a late call finds where calls count: where two, one after another, have left other numbers, or more items.
 
     Args:
-        first: what one call leaves.
+        first: what the first call leaves.
         second: what the next one leaves.
+        calls: the number of the late one.
     """
-    found = [Beside(item.holder, dict(_counted(item, _again(item, second)))) for item in first]
+    found = [Beside(item.holder, dict(_counted(item, _again(item, second), calls))) for item in first]
     return [item for item in found if item.values]
 
 
@@ -32,25 +36,30 @@ def _again(item: Beside, second: Sequence[Beside]) -> dict[Any, Any]:
     return next((other.values for other in own if type(other.holder) is type(item.holder)), {})
 
 
-def _counted(item: Beside, again: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+def _counted(item: Beside, again: dict[Any, Any], calls: int | None) -> Iterator[tuple[Any, Any]]:
     for name in item.values.keys() & again.keys():
         leaves, form = pytree.tree_flatten(item.values[name])
         others, other_form = pytree.tree_flatten(again[name])
         if form == other_form and any(map(_counts, leaves, others)):
-            yield name, pytree.tree_unflatten(list(map(_late, leaves, others)), form)
+            late = [_late(value, other, calls) for value, other in zip(leaves, others, strict=True)]
+            yield name, pytree.tree_unflatten(late, form)
     if item.holder.is_ordered:
         places = [place for place, value in item.values.items() if isinstance(place, int) and value is not NOTHING]
         if places and again.keys() - range(places[-1] + 1):
-            yield from ((place, item.values[places[-1]]) for place in range(places[-1] + 1, _LONG))
+            end = _LONG if calls is None else places[-1] + calls - 1
+            yield from ((place, item.values[places[-1]]) for place in range(places[-1] + 1, end))
 
 
 def _counts(value: Any, again: Any) -> bool:
     return type(value) in (int, float) and type(again) is type(value) and bool(value != again)
 
 
-def _late(value: Any, again: Any) -> Any:
-    """What a number is before a late call, after which it is that multiple."""
+def _late(value: Any, again: Any, calls: int | None) -> Any:
+    """What a number is before a late call."""
     if not _counts(value, again):
         return value
     step = again - value
+    if calls is not None:
+        return value + (calls - 2) * step
+    # After the call it is that multiple.
     return (_FAR if step > 0 else -_FAR) - step

@@ -23,7 +23,7 @@ from .torch_internals.tensors import version
 
 _MOST = 300_000
 SCALARS = (*weakref.ProxyTypes, type(None), bool, int, float, complex, str, bytes)
-"""Proxies are as fixed, and answer as what they stand for, or raise where that is no more."""
+"""Proxies are no more looked into: they answer as what they stand for, or raise where that is no more."""
 _NO_SLOTS = ("__dict__", "__weakref__")
 LRU_CACHE = type(functools.lru_cache(lambda: None))
 _RECORDS = frozenset({"argparse", "collections", "configparser", "types"})

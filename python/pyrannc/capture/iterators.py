@@ -6,7 +6,7 @@ import gc
 import itertools
 import operator
 from collections.abc import Iterator
-from types import FunctionType, GeneratorType
+from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
 from pyrannc.errors import CaptureError
@@ -23,7 +23,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def behind(iterator: Any) -> list[Any]:
-    """What an iterator goes on with: what it takes from; of a generator its variables, and its function."""
+    """What an iterator goes on with: what it takes from; of a generator its variables."""
     held = gc.get_referents(iterator)
     if not isinstance(iterator, GeneratorType):
         # Such as zip() have several in a tuple.
@@ -31,9 +31,10 @@ def behind(iterator: Any) -> list[Any]:
     frame = iterator.gi_frame
     if frame is None:
         return []
-    # What is in none of its variables, as what a loop takes from, stands there or in the frame.
+    # Asked for its variables, a frame would keep them. What is in none, as what a loop takes from, is there too.
     held += gc.get_referents(frame)
-    return [*frame.f_locals.values(), *(item for item in held if is_iterator(item) or isinstance(item, FunctionType))]
+    others = {id(frame.f_globals), id(frame.f_builtins)}
+    return [item for item in held if id(item) not in others and not isinstance(item, (CodeType, FrameType))]
 
 
 class Taking:

@@ -196,11 +196,11 @@ class Surroundings:
         yield from ((item, called.attribute(name)) for name, item in members(value).items() if self._is_new(item))
 
 
-def _is_fixed(value: Any) -> bool:
-    """True for what neither changes nor holds what does."""
+def _is_fixed(value: Any, depth: int = 8) -> bool:
+    """True for what neither changes nor holds what does, as far as is looked."""
     if type(value) in SCALARS or is_of(value, _FIXED):
         return True
-    return is_of(value, (tuple, frozenset)) and all(map(_is_fixed, value))
+    return bool(depth) and is_of(value, (tuple, frozenset)) and all(_is_fixed(item, depth - 1) for item in value)
 
 
 @functools.lru_cache(maxsize=4096)

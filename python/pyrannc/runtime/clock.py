@@ -91,9 +91,19 @@ class Clock:
         if self._record.watchdog is not None:
             self._record.watchdog.forgotten(self._first)
 
+    @property
+    def next_row(self) -> int:
+        """Of the times of the next launch."""
+        return (self.row + 1) % len(self._times)
+
     def count_launch(self) -> None:
-        """What begins with the first of the marks is launched."""
-        self.row = (self.row + 1) % len(self._times)
+        """What begins with the first of the marks has been launched."""
+        self.row = self.next_row
+
+    def take_back_launch(self) -> None:
+        """The next launch takes the row of the last one."""
+        self.row = (self.row - 1) % len(self._times)
+        self._row.fill_(self.row)
 
     def read(self, row: int) -> list[Passed]:
         """What passed in a replay whose row no later one has taken. Waits for the device."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from pyrannc.runtime.batch import OfBatch
 from pyrannc.runtime.clock import Clock
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.run import OfOutputs, Run, Task
-from pyrannc.runtime.timing import Passed, StepMarks
+from pyrannc.runtime.timing import StepMarks
 from pyrannc.store.gradient_set import GradientSet
 
 
@@ -157,8 +158,8 @@ class Recording:
         self._launch()
 
     def _launch(self) -> None:
-        self.clock.count_launch()
         self._graph.replay()
+        self.clock.count_launch()
         if self._is_launched and self._changed:
             increment_version(self._changed)
         self._is_launched = True
@@ -191,6 +192,7 @@ class Recording:
 
     def repeat(self) -> None:
         """Launches the run of the call once more: what its backward needs comes back."""
+        self.clock.take_back_launch()
         self.task.context.randomness.begin_replay(self._draws, self._draws.key.number)
         self._launch()
 
@@ -236,9 +238,9 @@ class Replay:
         self._is_again = False
         context.record.enter_replay(program)
         if marks is not None:
-            marks.replayed(self._passed)
+            # Marks are kept for longer than recordings.
+            marks.replayed(partial(recording.clock.read, recording.clock.next_row))
         recording.replay(inputs, inside)
-        self._row = recording.clock.row
         if program.call == "whole":
             self._finish_marks()
         context.record.enter_outputs(program)
@@ -247,9 +249,6 @@ class Replay:
         self.outputs = outputs
         self.kept: Set[int] = frozenset()
         self.current: GradientSet | None = recording.current
-
-    def _passed(self) -> list[Passed]:
-        return self._recording.clock.read(self._row)
 
     def _finish_marks(self) -> None:
         if self._marks is not None:
@@ -308,7 +307,6 @@ class Replay:
         assert current is not None, "it trains"
         held = current.copy()
         self._recording.repeat()
-        self._row = self._recording.clock.row
         self._recording.replay_backward(grads)
         self.current = current.copy()
         current.take(held)

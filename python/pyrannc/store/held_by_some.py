@@ -46,21 +46,15 @@ def forget_holders(model: Holds) -> None:
 
 
 def held_by_some(tensor: Tensor) -> HeldBySome | None:
-    """What a tensor begins in, of what only some ranks hold."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+    """With what a tensor begins, of what only some ranks hold."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
         return None
-    place, rank, everyone = tensor.data_ptr(), process.get_rank(), process.get_world_size()
+    place, everyone = tensor.data_ptr(), process.get_world_size()
     with DisableTorchFunctionSubclass():
         for model in _models:
             for name, own in model.tensors():
-                ranks = model.holders.get(name, ())
-                if rank in ranks and len(ranks) < everyone:
-                    for candidate in (own, own.grad):
-                        if candidate is not None and _is_inside(place, candidate):
-                            return HeldBySome(name, ranks, candidate is not own)
+                is_own = own.data_ptr() == place
+                if is_own or ((grad := own.grad) is not None and grad.data_ptr() == place):
+                    ranks = model.holders.get(name, ())
+                    return HeldBySome(name, ranks, not is_own) if 0 < len(ranks) < everyone else None
     return None
-
-
-def _is_inside(place: int, tensor: Tensor) -> bool:
-    start = tensor.data_ptr()
-    return start <= place < start + tensor.nbytes

@@ -23,7 +23,9 @@ def scale_each(flats: Sequence[Tensor], scale: Tensor) -> None:
         return
     kernels = _kernels(device) if on_gpu and all(flat.is_floating_point() for flat in flats) else None
     for flat in flats:
-        if kernels is None or flat.numel() < _FEW:
+        # torch rounds the scale to the flat tensor's type first.
+        is_soon = flat.numel() < _FEW and torch.promote_types(flat.dtype, scale.dtype) == flat.dtype
+        if kernels is None or is_soon:
             flat.mul_(scale)
         else:
             kernels.scale(flat, scale)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,9 +36,13 @@ class StateForm:
     start: int
     end: int
 
+    def is_part(self, value: Any) -> bool:
+        """True for a tensor of the part's elements."""
+        return isinstance(value, Tensor) and value.shape == (self.end - self.start,)
+
     def shown(self, value: Any) -> Any:
         """What stands for a value: a tensor of the part's elements is shown as one of the parameter's form."""
-        if not isinstance(value, Tensor) or value.shape != (self.end - self.start,):
+        if not self.is_part(value):
             return value
         return spread_state(self.size, self.strides, self.name, self.ranks, value, self.start)
 
@@ -53,7 +57,17 @@ class StateForm:
         return elements_by(self.strides, value.detach(), self.start, self.end).clone()
 
 
-class ShownState(MutableMapping[Any, Any]):
+if TYPE_CHECKING:
+    _Dict = dict[Any, Any]
+else:
+
+    class _Dict(MutableMapping, dict):
+        """A dict, which scripts ask for, of which all methods go by the few that a mapping must have."""
+
+        __slots__ = ()
+
+
+class ShownState(_Dict):
     """The state of one parameter; its tensors refuse what would need the whole.
 
     Args:
@@ -71,7 +85,9 @@ class ShownState(MutableMapping[Any, Any]):
         return self.kept[key] if self.form is None else self.form.shown(self.kept[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.kept[key] = value if self.form is None else self.form.kept(value)
+        # What a script adds for itself stays whole.
+        is_divided = self.form is not None and (is_spread(value) or self.form.is_part(self.kept.get(key)))
+        self.kept[key] = self.form.kept(value) if self.form is not None and is_divided else value
 
     def __delitem__(self, key: Any) -> None:
         del self.kept[key]
@@ -85,8 +101,24 @@ class ShownState(MutableMapping[Any, Any]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
+    def __or__(self, other: Any) -> dict[Any, Any]:
+        return {**self, **other}
+
+    def __ror__(self, other: Any) -> dict[Any, Any]:
+        return {**other, **self}
+
+    def __ior__(self, other: Any) -> ShownState:
+        self.update(other)
+        return self
+
+    def copy(self) -> dict[Any, Any]:
+        """What is shown, as a plain dict."""
+        return dict(self)
+
+    __copy__ = copy
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShownState:
-        return ShownState(copy.deepcopy(self.kept, memo), self.form)
+        return ShownState(deepcopy(self.kept, memo), self.form)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RaNNCError(
@@ -107,6 +139,12 @@ def shown_state(state: Any, form: StateForm | None) -> Any:
 def kept_state(state: Any, form: StateForm | None = None) -> Any:
     """What the optimizer works with, of what a script has found, or, given the form, has set."""
     if isinstance(state, ShownState) and (form is None or state.form is not None):
+        if form is not None and state.form != form:
+            raise RaNNCError(
+                f'optimizer.state has for parameter "{form.name}" what was taken from it before the model was deployed '
+                "anew, when it was divided otherwise among ranks: keep optimizer.state_dict(from_global=True) instead, "
+                "which all ranks call, and bring it back by optimizer.load_state_dict(state, from_global=True)"
+            )
         return state.kept
     if type(state) is NoState:
         return dict(state)

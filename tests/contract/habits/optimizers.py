@@ -416,6 +416,39 @@ def state_changed_in_place(job: Job) -> None:
     job.state(model)
 
 
+@equal((REPLICAS, *_DIVIDED_STATE))
+def state_cleared_by_kind(job: Job) -> None:
+    """Momentum is cleared where the state is a dict, and has tensors (`isinstance(state, dict)`, `torch.is_tensor`)."""
+    net = chain_with_loss()
+    optimizer = adam(net)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    for state in [state for state in optimizer.state.values() if isinstance(state, dict)]:
+        for value in filter(torch.is_tensor, copy.copy(state).values()):
+            value.zero_()
+    learn(job, model, optimizer, step=1)
+    job.state(model)
+
+
+@equal((REPLICAS, _DIVIDED_STATE[0]))
+def slow_weights_in_the_state(job: Job) -> None:
+    """The script keeps slow weights in `optimizer.state[p]["slow"]`, as Lookahead does, where parameters are whole."""
+    net = chain_with_loss()
+    optimizer = adam(net)
+    model = job.wrap(net, optimizer)
+    for step in range(4):
+        learn(job, model, optimizer, step=step)
+        for param in net.parameters():
+            state = optimizer.state[param]
+            if "slow" not in state:
+                state["slow"] = param.detach().clone()
+            elif step % 2:
+                state["slow"].add_(param.detach() - state["slow"], alpha=0.5)
+                param.data.copy_(state["slow"])
+    job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
+    job.state(model)
+
+
 # Optimizers that take sparse gradients
 
 _DENSE = "SGD or Adagrad, which do the same with dense gradients, or Adam"
