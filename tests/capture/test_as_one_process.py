@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,14 @@ def counts_a_group(x: Tensor) -> Tensor:
     return x * world().size()  # here
 
 
+def counts_by_environment(x: Tensor) -> Tensor:
+    return x * int(os.environ["WORLD_SIZE"])  # here
+
+
+def counts_by_environment_if_set(x: Tensor) -> Tensor:
+    return x * int(os.getenv("WORLD_SIZE", "1"))  # here
+
+
 def sums_by_name(x: Tensor) -> Tensor:
     all_reduce(x)  # here
     return x
@@ -88,6 +97,11 @@ def sums_in_a_group(x: Tensor) -> Tensor:
 
 def sums_by_function(x: Tensor) -> Any:
     return functional.all_reduce(x, "sum", world())  # here
+
+
+def sums_by_operator(x: Tensor) -> Any:
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.all_reduce(x, "sum", world().group_name))  # here
 
 
 def gathers_with_gradients(x: Tensor) -> Tensor:
@@ -111,11 +125,19 @@ def sends_in_batches(x: Tensor) -> Tensor:
     return x
 
 
-COUNTING = {counts: "", counts_by_name: "", counts_by_rannc: "", counts_a_group: ""}
+COUNTING = {
+    counts: "",
+    counts_by_name: "",
+    counts_by_rannc: "",
+    counts_a_group: "",
+    counts_by_environment: "",
+    counts_by_environment_if_set: "",
+}
 TALKING = {
     sums_by_name: "torch.distributed.all_reduce",
     sums_without_gradients: "torch.distributed.all_reduce",
     sums_in_a_group: "ProcessGroup.allreduce",
+    sums_by_operator: "torch.ops._c10d_functional.all_reduce",
     sums_by_function: "torch.distributed._functional_collectives.all_reduce",
     gathers_with_gradients: "torch.distributed.nn.functional.all_gather",
     gathers_objects: "torch.distributed.all_gather_object",
@@ -169,7 +191,8 @@ def patched() -> bool:
 
 def asks_for_nothing_else(x: Tensor) -> Tensor:
     assert dist.get_backend() == dist.get_backend(world())
-    assert dist.get_rank(world()) == dist.get_rank()
+    assert dist.get_rank(world()) == dist.get_rank() == int(os.environ["RANK"])
+    assert dict(os.environ.items()) == os.environ.copy()
     return x + 1
 
 

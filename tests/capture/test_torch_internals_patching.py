@@ -301,6 +301,11 @@ def test_GROUP_METHODS(alone: Any) -> None:
     assert all(callable(point.original) for point in patching.GROUP_METHODS)
 
 
+def test_OPERATOR_CALL() -> None:
+    assert refused(patching.OPERATOR_CALL, lambda: torch.ops._c10d_functional.wait_tensor(torch.ones(1)))
+    assert str(torch.ops._c10d_functional.wait_tensor) == "_c10d_functional.wait_tensor"
+
+
 def test_other_sends(alone: Any) -> None:
     functional, batches = patching.other_sends()
     assert refused(functional, lambda: functional.owner.all_reduce(torch.ones(1), "sum", alone))

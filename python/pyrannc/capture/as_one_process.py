@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ from pyrannc.counting import told_of_counts
 from pyrannc.errors import CaptureError
 
 from .source import SourceTracker, belongs_to_user
+from .torch_internals.gradients import graph_task
 from .torch_internals.patching import (
     GROUP_METHODS,
     GROUP_SIZE,
+    OPERATOR_CALL,
     RANK_NOT_IN_GROUP,
     PatchPoint,
     other_sends,
@@ -28,6 +31,12 @@ _LOGGER = f"{_TORCH}.c10d_logger"
 """Stands round most functions of torch.distributed."""
 _SILENT = ("get_backend", "get_backend_config", "get_rank", "get_world_size", "_set_pg_timeout")
 """Functions that look at a group like those that talk with its ranks, and send nothing."""
+_OPERATORS = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.")
+"""What begins the names of operators that send."""
+_ENVIRONMENT = PatchPoint(type(os.environ), "__getitem__")
+_COUNT = "WORLD_SIZE"
+"""Where launchers say how many ranks there are."""
+_READERS = ("os", "collections.abc")
 
 
 @contextmanager
@@ -35,7 +44,7 @@ def as_one_process(tracker: SourceTracker) -> Iterator[None]:
     """While active, a forward that counts the ranks, where there are several, or talks with others is refused.
 
     What torch.distributed itself looks up by name at each call tells, so that the names that the model has for its
-    functions do not matter. What stays whole is tried in here, and refused likewise.
+    functions do not matter. What stays whole is tried in here, and refused likewise, and so is a backward.
 
     Raises:
         CaptureError: it does.
@@ -45,8 +54,12 @@ def as_one_process(tracker: SourceTracker) -> Iterator[None]:
         return
     own, real_size = threading.get_ident(), GROUP_SIZE.original
 
+    def elsewhere() -> bool:
+        # Backwards on GPUs run on threads of torch.
+        return threading.get_ident() != own and graph_task() < 0
+
     def refuse(count: int) -> None:
-        if count > 1 and threading.get_ident() == own:
+        if count > 1 and not elsewhere():
             raise CaptureError(
                 f"{tracker.here()} asks for the number of ranks, {count}. The forward runs as in one process with the "
                 "rows of all ranks, losses and means over rows are those of the global batch: leave out what divides "
@@ -59,24 +72,44 @@ def as_one_process(tracker: SourceTracker) -> Iterator[None]:
             refuse(count)
         return count
 
+    real_setting = _ENVIRONMENT.original
+
+    def setting(environment: Any, name: str) -> str:
+        value: str = real_setting(environment, name)
+        if name == _COUNT and value.isdigit() and _is_read_by_user(sys._getframe(1)):
+            refuse(int(value))
+        return value
+
+    def talks(what: str) -> CaptureError:
+        return CaptureError(
+            f"{tracker.here()} talks with other ranks ({what}). The forward runs as in one process with the rows of "
+            "all ranks, and so does its backward: leave out what gathers, sums or spreads over ranks, the rows are "
+            "there already"
+        )
+
     def refusing(point: PatchPoint) -> Callable[..., Any]:
         original = point.original
 
         def call(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1)
-            if threading.get_ident() != own or _is_silent(caller):
+            if elsewhere() or _is_silent(caller):
                 return original(*args, **kwargs)
-            raise CaptureError(
-                f"{tracker.here()} talks with other ranks ({_called(caller) or f'ProcessGroup.{point.name}'}). The "
-                "forward runs as in one process with the rows of all ranks: leave out what gathers, sums or spreads "
-                "over ranks, the rows are there already"
-            )
+            raise talks(_called(caller) or f"ProcessGroup.{point.name}")
 
         return call
+
+    real_operator = OPERATOR_CALL.original
+
+    def operator(packet: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if str(packet).startswith(_OPERATORS) and not elsewhere():
+            raise talks(f"torch.ops.{packet}")
+        return real_operator(packet, *args, **kwargs)
 
     with ExitStack() as stack:
         stack.enter_context(GROUP_SIZE.replaced_by(size))
         stack.enter_context(told_of_counts(refuse))
+        stack.enter_context(_ENVIRONMENT.replaced_by(setting))
+        stack.enter_context(OPERATOR_CALL.replaced_by(operator))
         for point in (RANK_NOT_IN_GROUP, *other_sends(), *GROUP_METHODS):
             stack.enter_context(point.replaced_by(refusing(point)))
         yield
@@ -91,6 +124,13 @@ def _asker(frame: FrameType) -> str:
     while frame.f_back is not None and _module(frame) == _C10D:
         frame = frame.f_back
     return frame.f_code.co_filename
+
+
+def _is_read_by_user(frame: FrameType | None) -> bool:
+    """True where code of the user asks for one environment variable; not where all are listed or a module is loaded."""
+    while frame is not None and frame.f_code.co_name in ("get", "getenv") and _module(frame) in _READERS:
+        frame = frame.f_back
+    return frame is not None and belongs_to_user(frame.f_code.co_filename) and frame.f_code.co_name != "<module>"
 
 
 def _called(frame: FrameType) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pyrannc.blocks.function import StageCode
 from pyrannc.call.variant import Variant
 from pyrannc.capture import flatten
+from pyrannc.capture.as_one_process import as_one_process
 from pyrannc.capture.attributes import AttributeLog
 from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.chance import other_generators_restored, other_states, torch_draws
@@ -188,9 +189,11 @@ class FewRows:
         facts, gradients = self._variant.whole.facts, dict[str, Tensor]()
         names = [buffer.name for buffer in facts.buffers]
         # Parts that stay whole in the Graph are the user's code, too.
-        attributes = AttributeLog(self._model, SourceTracker(self._model))
+        tracker = SourceTracker(self._model)
+        attributes = AttributeLog(self._model, tracker)
         with (
             attributes.restoring() if restores else nullcontext(),
+            as_one_process(tracker),
             same_chance(self._device),
             _same_kernels(),
             torch.set_grad_enabled(self._backward),

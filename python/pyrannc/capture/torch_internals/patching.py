@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._ops import OpOverloadPacket
 from torch.autograd.function import Function
 from torch.distributed import distributed_c10d
 from torch.fx.experimental import proxy_tensor
@@ -106,6 +107,9 @@ _SENDING = (
 )
 GROUP_METHODS = tuple(PatchPoint(distributed.ProcessGroup, _name) for _name in _SENDING.split())
 """What sends to the other ranks of a group. Public: some of them have no underscore, but no documentation."""
+
+OPERATOR_CALL = PatchPoint(OpOverloadPacket, "__call__")
+"""``torch.ops._c10d_functional`` sends to other ranks. Public: modes of dispatch, which see all that a trace does."""
 
 CHECKS_OF_SENT = tuple(PatchPoint(distributed_c10d, _name) for _name in ("_check_single_tensor", "_check_tensor_list"))
 """What sends tensors to other ranks, or gets them, looks at them so first. Public: subclasses of Tensor, which only
