@@ -24,7 +24,7 @@ from .counting import CALLS, after_calls
 from .data_dependent import ReturnedExtentsError
 from .dense import refuse_state_not_dense
 from .dims import Dim
-from .flatten import Structure, batch_rows, flatten
+from .flatten import Structure, batch_rows, flatten, flatten_call
 from .handed_back import Given, Put, hand_back
 from .left import Beside, found_beside
 from .limits import Limit
@@ -115,7 +115,7 @@ class Captured:
         Raises:
             InputError: the arguments are not structured like those of the captured call.
         """
-        tensors, structure = flatten((tuple(args), kwargs))
+        tensors, structure = flatten_call(tuple(args), kwargs)
         if structure != self.input_structure:
             raise InputError("the arguments have another structure than those of the captured call")
         return tensors
