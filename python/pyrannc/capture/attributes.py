@@ -86,6 +86,22 @@ class _Kept:
 _MISSING = object()
 
 
+class PlainAttributes:
+    """The plain Python attributes of a model's sub-modules as they are now.
+
+    Args:
+        model: the user's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [_kept(path, module) for path, module in model.named_modules()]
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """Those that have changed since, with what they are, by path of the sub-module."""
+        found = {kept.path: {name: value for name, value in kept.changed() if is_plain(value)} for kept in self._kept}
+        return {path: values for path, values in found.items() if values}
+
+
 def _same(before: Any, now: Any) -> bool:
     if before is now:
         return True

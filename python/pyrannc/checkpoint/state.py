@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from pyrannc.capture.attributes import PlainAttributes
 from pyrannc.capture.torch_internals.modules import EXTRA_STATE, reparametrized
 from pyrannc.checkpoint.recording import recording
 from pyrannc.errors import RaNNCError
@@ -82,12 +83,14 @@ class _Loaded:
         error: what it raises.
         names: of the parameters and buffers that it sets.
         extra: what ``set_extra_state`` of sub-modules is called with, by path.
+        attributes: what else the model's own code has set while it was loaded, likewise, by name.
     """
 
     keys: Any = None
     error: str | None = None
     names: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def load_full_state_dict(
@@ -108,15 +111,18 @@ def load_full_state_dict(
     loaded, failure = _Loaded(), None
     contents: dict[str, Tensor] = {}
     if process.get_rank() == 0:
+        before = PlainAttributes(model)
         try:
             loaded, contents = _try(model, store, state_dict, strict)
         except Exception as error:
             failure = error
             loaded.error = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+        loaded.attributes = before.changed()
     loaded = agree.broadcast_object(loaded)
     if failure is not None:
         raise failure
     if loaded.error is not None:
+        _set_attributes(model, loaded.attributes)
         raise RuntimeError(loaded.error)
     tensors = {**dict(store.tensors()), **_late_buffers(model, store)}
     for name in loaded.names:
@@ -127,7 +133,14 @@ def load_full_state_dict(
     if process.get_rank() != 0:
         for path, extra in loaded.extra.items():
             model.get_submodule(path).set_extra_state(extra)
+        _set_attributes(model, loaded.attributes)
     return loaded.keys
+
+
+def _set_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """As rank 0's hooks have left them, which no other rank has run."""
+    for path, values in attributes.items():
+        vars(model.get_submodule(path)).update(values)
 
 
 def _refuse_assign(assign: bool) -> None:

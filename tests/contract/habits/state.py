@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -548,3 +549,37 @@ def state_with_layers_that_no_call_has_seen(job: Job) -> None:
     net.adapter = nn.Linear(2, 2)
     if job.ranks > 1:
         job.state(model)
+
+
+class _Told(Returns):
+    """Takes a factor from what it loads, in a hook and in code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(Chain(), F.mse_loss)
+        self.factor, self.loaded = 1.0, {"times": 0}
+        self.register_load_state_dict_pre_hook(_tell)
+
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x, *rest) * (self.factor + self.loaded["times"])
+        return loss
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.loaded["times"] += 1
+        super()._load_from_state_dict(*args)
+
+
+def _tell(module: nn.Module, state: dict[str, torch.Tensor], *_: Any) -> None:
+    module.factor = float(state["net.head.bias"].sum())
+
+
+@equal()
+def loaded_by_hooks(job: Job) -> None:
+    """`load_state_dict` runs hooks of the model, or its own `_load_from_state_dict`, that set Python attributes."""
+    net = _Told()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    model.load_state_dict(model.state_dict())
+    learn(job, model, optimizer, step=1)
+    job.same("attributes", (net.factor, net.loaded["times"]))
+    job.state(model)
