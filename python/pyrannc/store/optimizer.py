@@ -24,7 +24,15 @@ from pyrannc.store.course import course_of
 from pyrannc.store.divided import DividedParams, part_of_state, whole_state
 from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.no_state import forget_missing
-from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
+from pyrannc.store.optimizer_state import (
+    by_number,
+    drop_state,
+    of_no_param,
+    on_own_device,
+    placed,
+    put_state,
+    refuse_misfit,
+)
 from pyrannc.store.own_listed import (
     all_listed,
     begin_sharing,
@@ -464,9 +472,10 @@ class UserOptimizer:
             found = {item.number: _own_part(item, found[item.number]) for item in items if item.number in found}
         state = {**local["state"], **found}
         ends = list(accumulate(lists.sizes))
+        settings = on_own_device(local["param_groups"], process.own_device())
         groups = [
             {**group, "params": list(range(end - size, end))}
-            for group, size, end in zip(local["param_groups"], lists.sizes, ends, strict=True)
+            for group, size, end in zip(settings, lists.sizes, ends, strict=True)
         ]
         agree.together(lambda: self._plain_load_state_dict({**local, "state": state, "param_groups": groups}))
         show_state(self.optimizer, self._divided())

@@ -23,6 +23,11 @@ def placed(param: Tensor, state: Any, settings: Mapping[str, Any]) -> Any:
     return _placed(state, lambda value, key: value.to(home_of_state(param, value, key, settings)))
 
 
+def on_own_device(settings: Any, device: torch.device) -> Any:
+    """Settings that rank 0 has sent, with tensors of its device, such as a learning rate, on this rank's."""
+    return _placed(settings, lambda value, key: value if value.device.type == "cpu" else value.to(device))
+
+
 def _placed(item: Any, place: Callable[[Tensor, Any], Tensor], key: Any = None) -> Any:
     if isinstance(item, Tensor):
         return place(item, key)
