@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import torch
+
 from pyrannc._native import Plan
 from pyrannc.call.single_row import first_normalising
 from pyrannc.call.variant import Variant
 from pyrannc.capture import KeptWhole, Part
+from pyrannc.core.graph import GraphFacts
 from pyrannc.core.plan import PlanFacts
+from pyrannc.core.tail import TailPart
+from pyrannc.job import process
 from pyrannc.log import get_logger
 
 _log = get_logger("RaNNCModule")
+_BY_NUMBERS = {
+    "it takes rows of the batch by other rows",
+    "it takes rows out of the batch",
+    "it writes to rows of the batch by other rows",
+}
 _LARGE_TAIL = 0.2
 """Share of the Ops from which on a part that every rank computes deserves a word."""
 
@@ -29,11 +39,34 @@ def tell_of_mixing(variant: Variant) -> None:
         'back in their places, as experts do with tokens, row_wise_modules=["layers.*.experts"] says so; a custom '
         "function may also be written so that it treats each row by itself"
     )
+    given = _given_numbers(variant.whole.facts, tail)
+    numbers = (
+        f" Tensor {given} of the arguments has numbers of rows: they count over the rows of all ranks, those of rank 0 "
+        "first. To numbers of a rank's own rows add how many rows the ranks before it have."
+    )
     _log.warning(
-        "%s: rows of the batch meet there. It and what follows runs once a step, on the whole batch.%s",
+        "%s: rows of the batch meet there. It and what follows runs once a step, on the whole batch.%s%s",
         variant.first_mixing(),
+        numbers if given is not None and process.get_world_size() > 1 else "",
         large if share > _LARGE_TAIL else "",
     )
+
+
+def _given_numbers(facts: GraphFacts, tail: TailPart) -> int | None:
+    """The place of the first argument with numbers by which rows of the batch are taken, or written to."""
+    makers = {result: op for op in facts.ops for result in op.results}
+    waiting = [value for op, how in tail.mixing if how in _BY_NUMBERS for value in facts.ops[op].operands]
+    seen = set[int]()
+    while waiting:
+        value = waiting.pop(0)
+        dtype = facts.values[value].dtype
+        if value in seen or dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+            continue
+        seen.add(value)
+        if value in facts.inputs:
+            return facts.inputs.index(value)
+        waiting += makers[value].operands if value in makers else ()
+    return None
 
 
 def tell_of_unseen(variant: Variant) -> None:

@@ -201,6 +201,28 @@ class _Centered(Chain):
         return F.mse_loss((y - y.mean(1, keepdim=True)).reshape(-1, WIDTH), target)
 
 
+class _Permuted(nn.Module):
+    """Pulls each row towards another one, whose number it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = Chain()
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        y = self.chain(x)
+        return F.mse_loss(y, y[order].detach() + 1)
+
+
+def _with_numbers(rows: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, WIDTH, generator=generator), torch.randperm(rows, generator=generator)
+
+
+@warned("numbers of rows: they count over the rows of all ranks", instead="add the rows of the ranks before")
+def rows_taken_by_given_numbers(job: Job) -> None:
+    """An argument has numbers of rows, such as a permutation, which count over the global batch."""
+    fit(job, _Permuted(), _with_numbers)
+
+
 @equal()
 def pairs_of_neighbouring_rows(job: Job) -> None:
     """Two neighbouring rows are one item: `y.view(-1, 2, width)`, of which ranks may have one each."""
