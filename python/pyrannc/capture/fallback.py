@@ -49,6 +49,8 @@ _WITHOUT_GENERATOR = {
 _REPEAT = torch.ops.aten.repeat_interleave.self_int
 """Each element as often as a number says: its ``output_size`` follows from that, and torch makes it a plain number."""
 _CHOOSE = torch.ops.aten.index.Tensor
+_FILL_DIAGONAL = torch.ops.aten.fill_diagonal_.default
+_MATRIX = 2
 _READ_NUMBER = torch.ops.aten.item.default
 _OF_KNOWN_SHAPE = (torch.ops.aten.ctc_loss.Tensor, torch.ops.aten.ctc_loss.IntList)
 """Torch says that their shapes depend on data, which is so for a result of their insides only."""
@@ -344,6 +346,11 @@ class OperatorFallbacks:
                 with proxy_mode:
                     if self._chooses_all(proxy_mode.tracer, *args):
                         return args[0].flatten(0, args[1][0].dim() - 1)
+            if func is _FILL_DIAGONAL and args[0].dim() == _MATRIX and not any((*args[2:], *kwargs.values())):
+                with proxy_mode:
+                    # Its rule for fake tensors takes extents for numbers.
+                    args[0].diagonal().fill_(args[1])
+                return args[0]
             converted = casts.made_of(func, args, kwargs)
             if converted is not None:
                 with proxy_mode:

@@ -408,6 +408,13 @@ def _contrast(y: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, torch.arange(logits.shape[0]))
 
 
+def _contrast_of_views(y: Tensor, target: Tensor) -> Tensor:
+    views = F.normalize(torch.cat([y, target]), dim=1)
+    logits = views @ views.T
+    logits.fill_diagonal_(-1e9)
+    return F.cross_entropy(logits, torch.arange(len(views)).roll(len(y)))
+
+
 def _centred(y: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(y - y.mean(0), target)
 
@@ -436,6 +443,10 @@ def _spread(y: Tensor, target: Tensor) -> dict[str, Tensor]:
 MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     "product_of_means": (_balance, "A term is a product of means over rows, as the balance of experts"),
     "contrast": (_contrast, "Logits are rows by rows, as in contrastive losses"),
+    "contrast_of_views": (
+        _contrast_of_views,
+        "So are those of two views in one batch, without themselves (`fill_diagonal_`)",
+    ),
     "centred": (_centred, "The model takes away the mean over rows (`y - y.mean(0)`)"),
     "root_of_mean": (_root, "The loss is the root of a mean"),
     "norm": (_norm, "The loss is a norm over all rows"),
