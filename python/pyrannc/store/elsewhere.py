@@ -63,6 +63,14 @@ class Home:
         """Raises what a script gets that reads contents."""
         raise RaNNCError(f"{self}, so {asked} cannot read it here. {self._instead}")
 
+    def refuse_differentiating(self) -> NoReturn:
+        """Raises what a script gets that asks ``torch.autograd.grad`` for the gradient."""
+        raise RaNNCError(
+            f"{self}, so autograd.grad() cannot give its gradient here. Call loss.backward(), behind which "
+            "model.get_param_grad(name), which all ranks call, gives the whole one; with a plan of one Stage "
+            "(RANNC_PARTITION_NUM=1) every rank has all parameters"
+        )
+
     def refuse_sending(self, call: str) -> NoReturn:
         """Raises what a script gets that sends contents to other ranks, or takes them from these, by such a call."""
         if self.is_of_gradient:
@@ -302,6 +310,8 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not isinstance(tensors[0], Guarded):
         if name in _LIKE_ANOTHER:
             return func(args[0], first.stand_in())
+        if func is torch.autograd.grad:
+            home.refuse_differentiating()
         home.refuse(_title(name))
     if name in OF_AUTOGRAD:
         with DisableTorchFunctionSubclass():

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
-from tests.contract.settings import FREE, ONCE, REPLICAS
+from tests.contract.settings import FREE, ONCE, REPLICAS, STAGES
 from tests.contract.training import (
     CLASSES,
     WIDTH,
@@ -466,6 +466,21 @@ def gradient_penalty(job: Job) -> None:
     outputs = model(x.requires_grad_()).sum()
     (gradient,) = torch.autograd.grad(outputs, x, create_graph=job.ranks > 1)
     gradient.square().mean().backward()
+
+
+@refused(
+    "RaNNCError",
+    r"autograd.grad\(\) cannot give its gradient",
+    r"loss.backward\(\)",
+    "RANNC_PARTITION_NUM=1",
+    settings=(STAGES,),
+    instead="`loss.backward()` and `model.get_param_grad(name)`, or a plan of one Stage",
+)
+def gradients_of_each_task(job: Job) -> None:
+    """`torch.autograd.grad(loss, params)` for the loss of each task, where other ranks hold some of the parameters."""
+    net = Chain()
+    out = job.wrap(net)(*job.batch(single))
+    torch.autograd.grad(out.square().mean(), list(net.parameters()), retain_graph=True)
 
 
 @refused("RaNNCError", "torch.func", "backward", instead="`loss.backward()`, `torch.autograd.grad(...)`")
