@@ -27,6 +27,7 @@ _SECTIONS = {
     "questions": "Questions about data",
     "whole": "What no graph holds",
     "rows": "Rows and arguments",
+    "packed": "Packed rows",
     "calls": "Who calls",
     "chance": "Random numbers",
     "wrappers": "Wrappers, scripts, settings",

@@ -15,6 +15,7 @@ from . import (  # noqa: F401  # the order of the document
     losses,
     models,
     optimizers,
+    packed,
     precision,
     questions,
     rows,
