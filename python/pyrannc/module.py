@@ -30,9 +30,8 @@ from pyrannc.call.telling import (
 )
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VALUES, CallKey, RowMixing, Variant, Variants
-from pyrannc.capture import Captured, CaptureOptions, Sample
+from pyrannc.capture import Captured, CaptureOptions, Sample, flatten
 from pyrannc.capture.autocast import no_autocast
-from pyrannc.capture.flatten import flatten_call
 from pyrannc.capture.row_conditions import first_other, other_rows
 from pyrannc.capture.torch_internals.compiler import start_compiling_processes
 from pyrannc.capture.torch_internals.gradients import at_end_of_backward
@@ -462,7 +461,7 @@ def _load_config() -> configuration.Config:
 
 def _ordinary(arguments: Any) -> Any:
     """Arguments with copies in the place of tensors that were made under ``torch.inference_mode()``."""
-    tensors, structure = flatten_call(*arguments)
+    tensors, structure = flatten(arguments)
     return structure.rebuild([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
 
 

@@ -269,7 +269,12 @@ def ends(net: Any, h: Tensor) -> Tensor:
     return h * [1, 1, 1, 2][net.holder.count - 1]
 
 
-@pytest.mark.parametrize("result", [late, every, less, full, ends], ids=lambda result: result.__name__)
+def reads(net: Any, h: Tensor) -> Tensor:
+    net.holder.count += 1
+    return h if net.holder.count % 100 else h * float(h.detach().numpy().sum())
+
+
+@pytest.mark.parametrize("result", [late, every, less, full, ends, reads], ids=lambda result: result.__name__)
 def test_what_matters_only_after_many_calls_is_refused(result: Any) -> None:
     TABLE.clear()
     model = Returns(result)

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from pyrannc.call.equal import digest, names_inside
 from pyrannc.call.lists_of_rows import ADVICE, refuse_lists_of_rows
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture import Sample, Structure, batch_rows, can_be_traced, first_that_may_lack_rows
-from pyrannc.capture.flatten import flatten_call
+from pyrannc.capture import Sample, Structure, batch_rows, can_be_traced, first_that_may_lack_rows, flatten
 from pyrannc.capture.row_lists import RowList
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
@@ -56,7 +55,7 @@ class Arguments:
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Opens them."""
-        return Arguments(args, kwargs, *flatten_call(args, kwargs))
+        return Arguments(args, kwargs, *flatten((args, kwargs)))
 
     @cached_property
     def names(self) -> list[str]:
@@ -74,11 +73,6 @@ class Arguments:
         lists = [item for item in (*self.args, *self.kwargs.values()) if isinstance(item, RowList)]
         places = {id(tensor) for rows in lists for tensor in rows.tensors}
         return tuple(id(tensor) in places for tensor in self.tensors)
-
-    @property
-    def is_again(self) -> list[bool]:
-        """Of each tensor, whether it is the same object as an earlier one."""
-        return [first < place for place, first in enumerate(self.structure.same or range(len(self.tensors)))]
 
     def rows(self, per_row: PerRow) -> int:
         """The rows of the batch."""
@@ -300,8 +294,7 @@ class BatchArguments:
         self, call: Arguments, found: PerRow, differs: Sequence[bool], device: torch.device
     ) -> RowsInDoubt | None:
         # A single one is the batch, for there has to be one.
-        known = zip(differs, call.in_row_lists, call.is_again, strict=True)
-        certain = [differ or is_list or is_again for differ, is_list, is_again in known]
+        certain = [differ or is_list for differ, is_list in zip(differs, call.in_row_lists, strict=True)]
         open_places = [place for place, count in enumerate(found) if count and not certain[place]]
         if not open_places or sum(map(bool, found)) == 1:
             return None

@@ -127,7 +127,7 @@ def _asker(frame: FrameType) -> str:
 
 
 def _is_read_by_user(frame: FrameType | None) -> bool:
-    """True where code of the user asks for one environment variable; not where all are listed or a module is loaded."""
+    """True where code of the user asks for environment variables; not where a module is loaded."""
     while frame is not None and frame.f_code.co_name in ("get", "getenv") and _module(frame) in _READERS:
         frame = frame.f_back
     return frame is not None and belongs_to_user(frame.f_code.co_filename) and frame.f_code.co_name != "<module>"

@@ -20,11 +20,11 @@ from .attributes import Carried, assigned, carries_number, refuse_changed_tensor
 from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
 from .computation import compute_the_same
-from .counting import CALLS, after_calls
+from .counting import CALLS, after_calls, is_out_of_range
 from .data_dependent import ReturnedExtentsError
 from .dense import refuse_state_not_dense
 from .dims import Dim
-from .flatten import Structure, batch_rows, flatten, flatten_call
+from .flatten import Structure, batch_rows, flatten
 from .handed_back import Given, Put, hand_back
 from .left import Beside, found_beside
 from .limits import Limit
@@ -115,7 +115,7 @@ class Captured:
         Raises:
             InputError: the arguments are not structured like those of the captured call.
         """
-        tensors, structure = flatten_call(tuple(args), kwargs)
+        tensors, structure = flatten((tuple(args), kwargs))
         if structure != self.input_structure:
             raise InputError("the arguments have another structure than those of the captured call")
         return tensors
@@ -436,7 +436,9 @@ def _refuse_late_changes(left: Sequence[Beside], second: _Attempt, once: Callabl
             # Nobody has asked for what such a call prints.
             with found_beside(late), redirect_stdout(StringIO()):
                 same = compute_the_same(second[2].graph, once()[2].graph)
-        except Exception:  # whatever the user's code raises
+        except Exception as error:  # whatever the user's code raises
+            if not is_out_of_range(error):
+                raise late[0].refusal() from error
             continue
         if not same:
             raise late[0].refusal()

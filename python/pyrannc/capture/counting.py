@@ -30,6 +30,13 @@ def after_calls(first: Sequence[Beside], second: Sequence[Beside], calls: int | 
     return [item for item in found if item.values]
 
 
+def is_out_of_range(error: BaseException | None) -> bool:
+    """True for what a forward raises because so many calls cannot be, or what is counted has not so many places."""
+    while error is not None and not isinstance(error, (LookupError, AssertionError)):
+        error = error.__cause__
+    return error is not None
+
+
 def _again(item: Beside, second: Sequence[Beside]) -> dict[Any, Any]:
     """What the next call leaves in the same place."""
     own = (other for other in second if other.holder.owner is item.holder.owner)

@@ -25,16 +25,11 @@ from .torch_internals.tensors import pytree
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """A structure without its tensors. Equal structures have equal keys and children.
-
-    Attributes:
-        same: for each tensor the first that is the same object, where the structure is that of a call, and some are.
-    """
+    """A structure without its tensors. Equal structures have equal keys and children."""
 
     key: Hashable
     children: tuple[Structure, ...] = ()
     make: Callable[[list[Any]], Any] = dataclasses.field(default=list, compare=False, repr=False)
-    same: tuple[int, ...] = ()
 
     @cached_property
     def leaf_count(self) -> int:
@@ -54,7 +49,7 @@ class Structure:
         Raises:
             ValueError: the number of leaves is not the number of tensors of the structure.
         """
-        rest = iter([leaves[first] for first in self.same] if len(self.same) == len(leaves) else leaves)
+        rest = iter(leaves)
         try:
             built = self._rebuild(rest)
         except StopIteration:
@@ -79,15 +74,6 @@ def flatten(structure: Any) -> tuple[list[Tensor], Structure]:
     """The tensors of ``structure``, depth first, and the structure without them."""
     leaves: list[Tensor] = []
     return leaves, _open(structure, leaves, _Walk())
-
-
-def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Structure]:
-    """As :func:`flatten`, of arguments: a forward may ask whether two of them are one object (``if k is v``)."""
-    tensors, structure = flatten((args, kwargs))
-    objects = list(map(id, tensors))
-    if len(set(objects)) < len(objects):
-        structure = dataclasses.replace(structure, same=tuple(map(objects.index, objects)))
-    return tensors, structure
 
 
 def batch_rows(tensors: Sequence[Tensor]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .flatten import Structure, by_extents, flatten, flatten_call
+from .flatten import Structure, by_extents, flatten
 
 
 @dataclass(frozen=True)
@@ -40,4 +40,4 @@ class Sample:
 
     def flat(self) -> tuple[list[Tensor], Structure]:
         """The tensors of the arguments, and the structure without them."""
-        return flatten_call(self.args, self.kwargs)
+        return flatten((self.args, self.kwargs))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.optim import SGD
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
@@ -152,29 +151,3 @@ def asked_whether_gradients_are_recorded(job: Job) -> None:
         job.gradients(model)
         with torch.no_grad():
             job.rows("evaluated", model(x))
-
-
-class _AttendsToItself(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.chain = Chain()
-
-    def forward(self, query: Tensor, key: Tensor, target: Tensor) -> Tensor:
-        made = self.chain(query)
-        return F.mse_loss(made * 3 if query is key else made + key, target)
-
-
-@equal()
-def asked_whether_arguments_are_one_tensor(job: Job) -> None:
-    """The forward asks whether two of its arguments are one tensor (`if query is key`), which differs between calls."""
-    net = _AttendsToItself()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer)
-    for step, (x, target) in enumerate(job.batches(pairs, steps=4)):
-        optimizer.zero_grad()
-        loss = model(x, x if step % 2 else x.clone(), target)
-        job.same("loss", loss)
-        loss.backward()
-        job.gradients(model)
-        optimizer.step()
-    job.state(model)
