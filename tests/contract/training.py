@@ -164,6 +164,15 @@ def learn(job: Job, model: nn.Module, optimizer: Optimizer, data: Data = pairs, 
     return loss
 
 
+def learned(job: Job) -> tuple[Returns, nn.Module, Optimizer]:
+    """A chain with its loss, as it is and as it is wrapped, and its Adam, after one step."""
+    net = chain_with_loss()
+    optimizer = adam(net)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    return net, model, optimizer
+
+
 def learn_around(job: Job, net: nn.Module, change: Callable[[Any], Any], steps: int = 2) -> None:
     """A step, ``change(model)``, and more steps."""
     optimizer = SGD(net.parameters(), lr=0.1)

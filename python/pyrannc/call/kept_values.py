@@ -141,7 +141,7 @@ class _SameRest:
     def __init__(self, container: Any, known: dict[int, Any]) -> None:
         self._container = container
         items = dict.items(container) if isinstance(container, dict) else ()
-        self._set = {name for name, value in items if issubclass(type(value), Absent)}
+        self._set = {name for name, value in items if is_of(value, Absent)}
         # Kept, so that its id stays its own.
         self._own = self._without(container)
         self._rest = _copied(self._own, known)
@@ -155,4 +155,4 @@ class _SameRest:
     def _without(self, container: Any) -> Any:
         if isinstance(container, dict):
             return {name: value for name, value in dict.items(container) if name not in self._set}
-        return [value for value in container if not issubclass(type(value), Absent)]
+        return [value for value in container if not is_of(value, Absent)]

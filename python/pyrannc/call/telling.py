@@ -39,7 +39,7 @@ def tell_of_mixing(variant: Variant) -> None:
         'back in their places, as experts do with tokens, row_wise_modules=["layers.*.experts"] says so; a custom '
         "function may also be written so that it treats each row by itself"
     )
-    given = _given_numbers(variant.whole.facts, tail)
+    given = None if process.get_world_size() == 1 else _given_numbers(variant.whole.facts, tail)
     numbers = (
         f" Tensor {given} of the arguments has numbers of rows: they count over the rows of all ranks, those of rank 0 "
         "first. To numbers of a rank's own rows add how many rows the ranks before it have."
@@ -47,7 +47,7 @@ def tell_of_mixing(variant: Variant) -> None:
     _log.warning(
         "%s: rows of the batch meet there. It and what follows runs once a step, on the whole batch.%s%s",
         variant.first_mixing(),
-        numbers if given is not None and process.get_world_size() > 1 else "",
+        "" if given is None else numbers,
         large if share > _LARGE_TAIL else "",
     )
 

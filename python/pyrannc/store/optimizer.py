@@ -225,7 +225,7 @@ class UserOptimizer:
         for item in moved:
             if rank in item.ranks:
                 self._place(item)
-        show_state(self.optimizer, self._divided())
+        self._show_state()
 
     def _take_first_state(self, items: list[Listed], device: torch.device, *, loose: bool) -> None:
         """Gives the ranks that list a parameter rank 0's state of it, and all of them what is of no parameter."""
@@ -249,6 +249,10 @@ class UserOptimizer:
             settings = self.optimizer.param_groups[item.group]
             put_state(self.optimizer, item.param, placed(item.param, _own_part(item, state[item.param]), settings))
 
+    def _show_state(self) -> None:
+        """Shows what has been put under parameters as scripts find it."""
+        show_state(self.optimizer, self._divided())
+
     def _divided(self) -> list[DividedParams]:
         return [] if self._lists is None else self._lists.divided
 
@@ -265,7 +269,7 @@ class UserOptimizer:
         if lists is None or store not in lists.stores or not lists.divided:
             return []
         end_failed_step(self.optimizer)
-        show_state(self.optimizer, self._divided())
+        self._show_state()
         ids = set(map(id, store.params.values()))
         items = [item for item in lists.all() if item.parts and id(item.param) in ids]
         holders = {id(param): store.holders.get(name, ()) for name, param in store.params.items()}
@@ -312,7 +316,7 @@ class UserOptimizer:
         if lists is None or store not in lists.stores:
             return
         lists.follow()
-        show_state(self.optimizer, self._divided())
+        self._show_state()
         held = set(map(id, store.used.values()))
         items = [item for item in lists.all() if id(item.param) in held]
         everyone = process.all_ranks()
@@ -385,7 +389,7 @@ class UserOptimizer:
         """
         if not from_global:
             self._refuse_part(from_global, "state_dict(from_global=True)")
-            show_state(self.optimizer, self._divided())
+            self._show_state()
             with own_listed(self.optimizer):
                 found = self._plain_state_dict()
             if not self._divided():
@@ -407,7 +411,7 @@ class UserOptimizer:
 
     def _whole_state_dict(self, lists: ParamLists) -> dict[str, Any]:
         lists.follow()
-        show_state(self.optimizer, self._divided())
+        self._show_state()
         local = agree.together(self._plain_state_dict)
         state, items = by_number(local), lists.all()
         own = {item.param: state[item.number] for item in items if item.number in state}
@@ -451,7 +455,7 @@ class UserOptimizer:
             self._refuse_part(from_global, "load_state_dict(state, from_global=True)")
             with own_listed(self.optimizer):
                 self._plain_load_state_dict(state_dict)
-            show_state(self.optimizer, self._divided())
+            self._show_state()
             return
         with collective("optimizer.load_state_dict(..., from_global=True)"):
             if self._lists is not None:
@@ -478,7 +482,7 @@ class UserOptimizer:
             for group, size, end in zip(settings, lists.sizes, ends, strict=True)
         ]
         agree.together(lambda: self._plain_load_state_dict({**local, "state": state, "param_groups": groups}))
-        show_state(self.optimizer, self._divided())
+        self._show_state()
         self._first_has_state = self._lists is None
 
 

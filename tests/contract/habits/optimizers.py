@@ -25,6 +25,7 @@ from tests.contract.training import (
     chain_with_loss,
     clipped,
     learn,
+    learned,
     padded,
     pairs,
 )
@@ -359,9 +360,7 @@ _DIVIDED_STATE = tuple(Setting((5, 3), 1, 2, level) for level in "123")
 )
 def state_of_rows_where_it_is_divided(job: Job) -> None:
     """`optimizer.state[p]["exp_avg"][rows] = 0`, as for tokens that are renewed, where Replicas divide the state."""
-    net = chain_with_loss()
-    optimizer = adam(net)
-    learn(job, job.wrap(net, optimizer), optimizer)
+    net, _, optimizer = learned(job)
     for param in net.parameters():
         optimizer.state[param]["exp_avg"][1:3] = 0
 
@@ -369,18 +368,14 @@ def state_of_rows_where_it_is_divided(job: Job) -> None:
 @refused("RaNNCError|NoStateError", "norm.* cannot read|has no", settings=_DIVIDED_STATE, instead=WHOLE)
 def state_read_where_it_is_divided(job: Job) -> None:
     """`optimizer.state[p]["exp_avg"].norm()` where Replicas divide the state."""
-    net = chain_with_loss()
-    optimizer = adam(net)
-    learn(job, job.wrap(net, optimizer), optimizer)
+    net, _, optimizer = learned(job)
     job.same("norms", [optimizer.state[param]["exp_avg"].norm() for param in net.parameters()])
 
 
 @refused("NoStateError", 'has no "exp_avg"', settings=(STAGES,), instead=f"`if param in optimizer.state`, or {WHOLE}")
 def state_of_other_ranks_read(job: Job) -> None:
     """`optimizer.state[p]["exp_avg"]` of every parameter, where other ranks keep the state of some."""
-    net = chain_with_loss()
-    optimizer = adam(net)
-    learn(job, job.wrap(net, optimizer), optimizer)
+    net, _, optimizer = learned(job)
     for param in net.parameters():
         optimizer.state[param]["exp_avg"].zero_()
 
@@ -388,10 +383,7 @@ def state_of_other_ranks_read(job: Job) -> None:
 @equal((*SEVERAL_STAGES, REPLICAS, *_DIVIDED_STATE, Setting((3, 3, 2), 2, 2, "3")))
 def state_changed_in_place(job: Job) -> None:
     """All that `optimizer.state` has is scaled, copied and put back (`for state in optimizer.state.values(): ...`)."""
-    net = chain_with_loss()
-    optimizer = adam(net)
-    model = job.wrap(net, optimizer)
-    learn(job, model, optimizer)
+    net, model, optimizer = learned(job)
     saved = {param: copy.deepcopy(state) for param, state in optimizer.state.items()}
     for state in optimizer.state.values():
         state["exp_avg"].mul_(0.5)
@@ -419,10 +411,7 @@ def state_changed_in_place(job: Job) -> None:
 @equal((REPLICAS, *_DIVIDED_STATE))
 def state_cleared_by_kind(job: Job) -> None:
     """Momentum is cleared where the state is a dict, and has tensors (`isinstance(state, dict)`, `torch.is_tensor`)."""
-    net = chain_with_loss()
-    optimizer = adam(net)
-    model = job.wrap(net, optimizer)
-    learn(job, model, optimizer)
+    _, model, optimizer = learned(job)
     for state in [state for state in optimizer.state.values() if isinstance(state, dict)]:
         for value in filter(torch.is_tensor, copy.copy(state).values()):
             value.zero_()

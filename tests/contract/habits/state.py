@@ -18,23 +18,15 @@ import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import REPLICAS, STAGES, Setting
-from tests.contract.training import Chain, Returns, learn, pairs, single
+from tests.contract.training import Chain, Returns, learn, learned, pairs, single
 
 ON_OTHER_RANKS = "use `model.state_dict()`, `model.get_param(name)`"
-
-
-def _learned(job: Job) -> tuple[Returns, nn.Module, torch.optim.Optimizer]:
-    net = Returns(Chain(), F.mse_loss)
-    optimizer = Adam(net.parameters(), lr=0.01)
-    model = job.wrap(net, optimizer)
-    learn(job, model, optimizer)
-    return net, model, optimizer
 
 
 @refused("RaNNCError", "state_dict", settings=(STAGES,), instead=ON_OTHER_RANKS)
 def state_of_the_plain_model(job: Job) -> None:
     """`net.state_dict()` of the wrapped model, where other ranks hold a part of the parameters."""
-    net, _, _ = _learned(job)
+    net, _, _ = learned(job)
     job.same("state", dict(net.state_dict()))
 
 
@@ -54,14 +46,14 @@ def saved_by_a_method_of_the_model(job: Job) -> None:
 @refused("RaNNCError", "pickling|torch.save", "state_dict", settings=(STAGES,), instead="`model.state_dict()`")
 def plain_model_saved(job: Job) -> None:
     """`torch.save(net, file)` of the wrapped model, where other ranks hold a part of the parameters."""
-    net, _, _ = _learned(job)
+    net, _, _ = learned(job)
     torch.save(net.net, io.BytesIO())
 
 
 @refused("RaNNCError", "deepcopy", settings=(STAGES,), instead="`copy.deepcopy(model)`, on all ranks")
 def plain_model_copied(job: Job) -> None:
     """`copy.deepcopy(net)` of the wrapped model, where other ranks hold a part of the parameters."""
-    net, _, _ = _learned(job)
+    net, _, _ = learned(job)
     copy.deepcopy(net)
 
 
@@ -79,7 +71,7 @@ def averaged_by_hand(job: Job) -> None:
 @refused("RaNNCError", "state_dict", settings=(STAGES,), instead="average what `model.get_param(name)` gives")
 def averaged_model(job: Job) -> None:
     """`AveragedModel(model)` of `torch.optim.swa_utils`, where other ranks hold a part of the parameters."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     AveragedModel(model).update_parameters(model)
 
 
@@ -92,7 +84,7 @@ def averaged_model(job: Job) -> None:
 )
 def parameters_broadcast_by_the_script(job: Job) -> None:
     """`dist.broadcast(param.data, 0)` after a step, where other ranks hold a part of the parameters."""
-    net, _, _ = _learned(job)
+    net, _, _ = learned(job)
     for param in net.parameters() if job.ranks > 1 else ():
         torch.distributed.broadcast(param.data, 0)
 
@@ -106,7 +98,7 @@ def parameters_broadcast_by_the_script(job: Job) -> None:
 )
 def gradients_averaged_by_the_script(job: Job) -> None:
     """`dist.all_reduce(param.grad)` after a backward, where other ranks hold a part of the parameters."""
-    net, _, _ = _learned(job)
+    net, _, _ = learned(job)
     for param in net.parameters() if job.ranks > 1 else ():
         torch.distributed.all_reduce(param.grad)
 
@@ -120,7 +112,7 @@ def gradients_averaged_by_the_script(job: Job) -> None:
 )
 def parameters_broadcast_by_a_group(job: Job) -> None:
     """`dist.group.WORLD.broadcast(param.data, 0)`, where other ranks hold a part of the parameters."""
-    net, _, _ = _learned(job)
+    net, _, _ = learned(job)
     for param in net.parameters() if job.ranks > 1 else ():
         torch.distributed.group.WORLD.broadcast(param.data, 0).wait()
 
@@ -128,7 +120,7 @@ def parameters_broadcast_by_a_group(job: Job) -> None:
 @equal(settings=(REPLICAS,))
 def whole_on_every_rank(job: Job) -> None:
     """All of these where every rank holds the whole model."""
-    net, model, _ = _learned(job)
+    net, model, _ = learned(job)
     job.same("state", dict(net.state_dict()))
     job.same("copied", dict(copy.deepcopy(net).state_dict()))
     job.same("norm", nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None]))
@@ -143,14 +135,14 @@ def whole_on_every_rank(job: Job) -> None:
 @refused("RaNNCError", "forward", settings=(STAGES,), instead="call `model(...)` on all ranks")
 def plain_model_called(job: Job) -> None:
     """The wrapped model itself is called, as `net.generate()` does, where other ranks hold a part of it."""
-    net, _, _ = _learned(job)
+    net, _, _ = learned(job)
     net.net(*job.batch(single))
 
 
 @refused("RaNNCError", "clip_grad_norm", settings=(STAGES,), instead="`model.clip_grad_norm(max_norm)`")
 def clipped_by_torch(job: Job) -> None:
     """`nn.utils.clip_grad_norm_(model.parameters(), 1.0)` where other ranks hold a part of the parameters."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     job.same("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     job.gradients(model)
 
@@ -158,7 +150,7 @@ def clipped_by_torch(job: Job) -> None:
 @refused("RaNNCError", "clip_grad_norm", settings=(STAGES,), instead="`model.clip_grad_norm(max_norm)`")
 def clipped_by_what_the_optimizer_lists(job: Job) -> None:
     """`clip_grad_norm_(group["params"], 1.0)` for each of `optimizer.param_groups`, as Lightning's trainer does."""
-    _, _, optimizer = _learned(job)
+    _, _, optimizer = learned(job)
     for group in optimizer.param_groups:
         job.same("norm", nn.utils.clip_grad_norm_(group["params"], 0.1))
 
@@ -181,7 +173,7 @@ def clipped_by_a_hook_of_the_optimizer(job: Job) -> None:
 @equal()
 def lists_of_the_optimizer(job: Job) -> None:
     """`optimizer.param_groups` is read: number of groups, of parameters, of their elements."""
-    _, model, optimizer = _learned(job)
+    _, model, optimizer = learned(job)
     for _ in range(2):
         job.same("listed", [[param.numel() for param in group["params"]] for group in optimizer.param_groups])
         optimizer.zero_grad()
@@ -193,14 +185,14 @@ def lists_of_the_optimizer(job: Job) -> None:
 @refused("RaNNCError", "clip_grad_norm", settings=(STAGES,), instead="`model.clip_grad_norm(float('inf'))`")
 def norm_of_gradients(job: Job) -> None:
     """`nn.utils.get_total_norm(...)` of the gradients, where other ranks hold a part of the parameters."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
 
 
 @refused("RaNNCError", "get_param_grad", settings=(STAGES,), instead="`model.get_param_grad(name)`")
 def gradients_logged(job: Job) -> None:
     """The script logs `param.grad.norm()` of each parameter, where other ranks hold a part of them."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     for param in model.parameters():
         if param.grad is not None:
             param.grad.norm().item()
@@ -209,7 +201,7 @@ def gradients_logged(job: Job) -> None:
 @refused("RaNNCError", "get_param", settings=(STAGES,), instead="`model.get_param(name)`")
 def contents_as_an_array(job: Job) -> None:
     """`param.detach().cpu().numpy()` of each parameter, where other ranks hold a part of them."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     for param in model.parameters():
         param.detach().cpu().numpy()
 
@@ -217,7 +209,7 @@ def contents_as_an_array(job: Job) -> None:
 @refused("RaNNCError", "get_param", settings=(STAGES,), instead="`model.get_param(name)`")
 def data_read(job: Job) -> None:
     """`param.data.abs().max()` of each parameter, where other ranks hold a part of them."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     for param in model.parameters():
         float(param.data.abs().max())
 
@@ -225,7 +217,7 @@ def data_read(job: Job) -> None:
 @equal()
 def clipped_by_value(job: Job) -> None:
     """`nn.utils.clip_grad_value_(model.parameters(), most)` before a step."""
-    _, model, optimizer = _learned(job)
+    _, model, optimizer = learned(job)
     optimizer.zero_grad()
     model(*job.batch(pairs, 1)).backward()
     nn.utils.clip_grad_value_(model.parameters(), 0.01)
@@ -253,7 +245,7 @@ def adam_by_hand(job: Job) -> None:
 @equal()
 def modules_listed(job: Job) -> None:
     """`model.modules()`, `model.children()` and `model.apply()` visit the model's modules."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     visited: list[str] = []
     model.apply(lambda module: visited.append(type(module).__name__))
     inner = [type(module).__name__ for module in model.modules() if not isinstance(module, pyrannc.RaNNCModule)]
@@ -268,7 +260,7 @@ def modules_listed(job: Job) -> None:
 @equal()
 def signature_and_text(job: Job) -> None:
     """`inspect.signature(model.forward)`, as of transformers' Trainer, and `print(model)`."""
-    net, model, _ = _learned(job)
+    net, model, _ = learned(job)
     job.same("arguments", str(inspect.signature(model.forward)))
     job.same("layers", str(model).count("Linear"))
     job.same("text", str(net))
@@ -277,7 +269,7 @@ def signature_and_text(job: Job) -> None:
 @equal()
 def parameters_counted(job: Job) -> None:
     """`sum(p.numel() for p in model.parameters())` after the first call."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     job.same("count", sum(param.numel() for param in model.parameters()))
     job.same("shapes", [(name, tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()])
     job.same("device", str(next(model.parameters()).device))
@@ -317,7 +309,7 @@ def copied(job: Job) -> None:
 @equal(note="by all ranks; the copy has no optimizer")
 def copied_later(job: Job) -> None:
     """`copy.deepcopy(model)` after the first call."""
-    _, model, optimizer = _learned(job)
+    _, model, optimizer = learned(job)
     copied = copy.deepcopy(model)
     learn(job, model, optimizer, step=1)
     job.state(copied)
@@ -341,7 +333,7 @@ def pickled(job: Job) -> None:
 @refused("RaNNCError", "cannot be pickled", r"model\.state_dict\(\)", instead="`torch.save(model.state_dict(), file)`")
 def pickled_later(job: Job) -> None:
     """`torch.save(model, file)` after the first call."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     torch.save(model, io.BytesIO())
 
 
@@ -359,7 +351,7 @@ def type_changed_before_the_first_call(job: Job) -> None:
 @refused("RaNNCError", "half|bfloat16|dtype", instead="change the type before the first call")
 def type_changed_after_wrapping(job: Job) -> None:
     """`model.bfloat16()` or `model.half()` after the first call."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     model.bfloat16()
 
 
@@ -372,7 +364,7 @@ def inside_of_another_module(job: Job) -> None:
             super().__init__()
             self.net, self.scale = net, nn.Linear(1, 1)
 
-    _, model, optimizer = _learned(job)
+    _, model, optimizer = learned(job)
     outer = Outer(model)
     job.same("modules", [name for name, _ in outer.named_modules()])
     job.same("parameters", [(name, param.numel()) for name, param in outer.named_parameters()])
@@ -398,14 +390,14 @@ def optimizer_not_given(job: Job) -> None:
 @refused("RaNNCError", "assign=True", instead="leave out `assign=True`")
 def state_assigned(job: Job) -> None:
     """`model.load_state_dict(state, assign=True)` after the first call."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     model.load_state_dict(model.state_dict(), assign=True)
 
 
 @equal()
 def part_of_the_state_loaded(job: Job) -> None:
     """`model.load_state_dict(state, strict=False)` with a part of the keys, and others."""
-    _, model, optimizer = _learned(job)
+    _, model, optimizer = learned(job)
     part = {"net.head.bias": torch.ones(6), "net.layers.0.bias": torch.full((6,), 0.5), "other": torch.ones(1)}
     found = model.load_state_dict(part, strict=False)
     job.same("keys", (found.missing_keys, found.unexpected_keys))
@@ -417,7 +409,7 @@ def part_of_the_state_loaded(job: Job) -> None:
 @equal()
 def plain_model_loaded(job: Job) -> None:
     """`net.load_state_dict(state)` of the wrapped model, on all ranks, as from a file that all read."""
-    net, model, optimizer = _learned(job)
+    net, model, optimizer = learned(job)
     every = {"rank0_only": False} if isinstance(model, pyrannc.RaNNCModule) else {}
     state = copy.deepcopy(model.state_dict(**every))
     learn(job, model, optimizer, step=1)
@@ -429,7 +421,7 @@ def plain_model_loaded(job: Job) -> None:
 @equal()
 def state_of_another_model_loaded(job: Job) -> None:
     """A state dict lacks a key, or has another shape: torch's own error, on all ranks, and training goes on."""
-    _, model, optimizer = _learned(job)
+    _, model, optimizer = learned(job)
     for wrong in ({"net.head.bias": torch.ones(5)}, {"net.head.beas": torch.ones(6)}, 3):
         try:
             model.load_state_dict(wrong)
@@ -442,7 +434,7 @@ def state_of_another_model_loaded(job: Job) -> None:
 @equal((REPLICAS,))
 def gradients_kept_by_the_script(job: Job) -> None:
     """The script keeps `param.grad` of a loss, and computes those of another one."""
-    _, model, _ = _learned(job)
+    _, model, _ = learned(job)
     kept = []
     for step in (1, 2):
         model.zero_grad()
@@ -509,7 +501,7 @@ def head_without_gradient(job: Job) -> None:
 @equal((REPLICAS, Setting((3, 0, 5), 1, 4), Setting((5, 3), 1, 1)), note="where every rank holds the whole model")
 def average_put_in_place(job: Job) -> None:
     """`param.data = average[name]` for an evaluation, and the former `.data` back after it."""
-    net, model, optimizer = _learned(job)
+    net, model, optimizer = learned(job)
     average = {name: param.data * 0.5 for name, param in net.named_parameters()}
     for step in (1, 2):
         former = {name: param.data for name, param in net.named_parameters()}
@@ -545,7 +537,7 @@ def state_with_a_buffer_of_the_script(job: Job) -> None:
 @refused("RaNNCError", "after its last call", "call the model", instead="call the model first")
 def state_with_layers_that_no_call_has_seen(job: Job) -> None:
     """The model gets another layer, and its state is saved before its next call."""
-    net, model, _ = _learned(job)
+    net, model, _ = learned(job)
     net.adapter = nn.Linear(2, 2)
     if job.ranks > 1:
         job.state(model)

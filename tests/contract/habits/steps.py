@@ -182,13 +182,19 @@ def gradients_of_the_model_cleared_on_one_rank(job: Job) -> None:
     _clear_on_one_rank(job, lambda model, optimizer: model.zero_grad())
 
 
-@refused("MismatchError", "model.zero_grad", "was not given", instead="decide by what is equal on all ranks")
-def gradients_of_a_further_optimizer_cleared_on_one_rank(job: Job) -> None:
-    """One rank calls `model.zero_grad()` between backwards, for an optimizer that `RaNNCModule` was not given."""
+def _trained_by_another(job: Job) -> tuple[Any, SGD]:
+    """A model, after a step of an optimizer that it was not given."""
     net = chain_with_loss()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net)
     learn(job, model, optimizer)
+    return model, optimizer
+
+
+@refused("MismatchError", "model.zero_grad", "was not given", instead="decide by what is equal on all ranks")
+def gradients_of_a_further_optimizer_cleared_on_one_rank(job: Job) -> None:
+    """One rank calls `model.zero_grad()` between backwards, for an optimizer that `RaNNCModule` was not given."""
+    model, optimizer = _trained_by_another(job)
     model(*job.batch(pairs, 1)).backward()
     if job.rank == 1:
         model.zero_grad()
@@ -213,10 +219,7 @@ def gradients_cleared_twice_on_one_rank(job: Job) -> None:
 @refused("MismatchError", "lr", "was not given", instead="give every rank the same value")
 def rate_of_a_further_optimizer_on_one_rank(job: Job) -> None:
     """An optimizer that `RaNNCModule` was not given gets another learning rate on one rank."""
-    net = chain_with_loss()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net)
-    learn(job, model, optimizer)
+    model, optimizer = _trained_by_another(job)
     optimizer.param_groups[0]["lr"] = 0.1 / (1 + job.rank)
     for step in (1, 2):
         learn(job, model, optimizer, step=step)
@@ -225,10 +228,7 @@ def rate_of_a_further_optimizer_on_one_rank(job: Job) -> None:
 @refused("MismatchError", "optimizer.step", instead="decide by what is equal on all ranks")
 def step_of_a_further_optimizer_left_out_on_one_rank(job: Job) -> None:
     """One rank leaves out a step of an optimizer that `RaNNCModule` was not given."""
-    net = chain_with_loss()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net)
-    learn(job, model, optimizer)
+    model, optimizer = _trained_by_another(job)
     model(*job.batch(pairs, 1)).backward()
     if job.rank == 0:
         optimizer.step()
