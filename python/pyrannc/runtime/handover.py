@@ -12,6 +12,7 @@ from pyrannc.capture.torch_internals.gradients import backward_keeps_graph, runs
 from pyrannc.capture.torch_internals.levels import is_batched_backward
 from pyrannc.capture.torch_internals.tensors import is_view
 from pyrannc.errors import RaNNCError
+from pyrannc.store.one_leaf import OneLeaf, lead_to_one_leaf
 
 
 class Differentiate(Protocol):
@@ -30,7 +31,12 @@ class Differentiate(Protocol):
 
 
 def hand_over(
-    made: list[Tensor], constant: list[Tensor], inputs: Sequence[Tensor], params: Tensor, backward: Differentiate
+    made: list[Tensor],
+    constant: list[Tensor],
+    inputs: Sequence[Tensor],
+    params: Tensor,
+    leaf: OneLeaf,
+    backward: Differentiate,
 ) -> list[Tensor]:
     """The outputs ``made``, with gradients that lead to ``backward``.
 
@@ -38,8 +44,9 @@ def hand_over(
         constant: those among them that no gradient comes back for.
         inputs: of the call, that require gradients.
         params: a tensor behind which are the parameters.
+        leaf: that of them which a backward has to reach for all to get their gradients.
     """
-    handed = _Handover.apply(backward, made, constant, params, *inputs)  # type: ignore[no-untyped-call]  # torch has no types for it
+    handed = _Handover.apply(backward, leaf, made, constant, params, *inputs)  # type: ignore[no-untyped-call]  # torch has no types for it
     return list(handed)
 
 
@@ -55,9 +62,17 @@ def no_view(tensor: Tensor) -> Tensor:
 class _Handover(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, backward: Differentiate, made: list[Tensor], constant: list[Tensor], params: Tensor, *inputs: Tensor
+        ctx: Any,
+        backward: Differentiate,
+        leaf: OneLeaf,
+        made: list[Tensor],
+        constant: list[Tensor],
+        params: Tensor,
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.of_call, ctx.params = backward, params.grad_fn
+        if not inputs:
+            lead_to_one_leaf(ctx, leaf)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*constant)
         return tuple(made)
@@ -78,4 +93,4 @@ class _Handover(torch.autograd.Function):
             )
         for_params = runs_in_backward(ctx.params)
         found = ctx.of_call(grads, keep_graph=backward_keeps_graph(), for_params=for_params)
-        return (None, None, None, None, *found)
+        return (None, None, None, None, None, *found)

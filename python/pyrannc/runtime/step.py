@@ -179,9 +179,10 @@ class Step:
             kept = self._run.kept
             own = {value: self._apart(value, tensor, kept) for value, tensor in made.items()}
             active = None if self._variant.chooses_params else self._variant.active.get(self._wanted)
-            params = self._context.gradients.delivery.token(active)
+            delivery = self._context.gradients.delivery
+            params, leaf = delivery.token(active), delivery.one_leaf
             sources = [self._inputs[value] for value in self._sources]
-            handed = hand_over(list(own.values()), self._constant(own), sources, params, self.backward)
+            handed = hand_over(list(own.values()), self._constant(own), sources, params, leaf, self.backward)
             made = dict(zip(made, handed, strict=True))
         values = {**self._whole_inputs, **made}
         if self._program.call != "halves":

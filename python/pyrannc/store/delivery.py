@@ -29,6 +29,7 @@ from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import RaNNCError
 from pyrannc.store.buckets import SharedParam
 from pyrannc.store.gradient_set import GradientSet
+from pyrannc.store.one_leaf import hooks_on_nodes
 from pyrannc.store.spread_tensor import is_spread, own_piece
 
 _requires_grad = attrgetter("requires_grad")
@@ -103,6 +104,10 @@ class Delivery:
             self._tokens[active] = self._make_token([name for name in self._params if name in active])
         return self._tokens[active]
 
+    def one_leaf(self) -> Tensor | None:
+        """The leaf that a backward has to reach for all to get their gradients, unless somebody looks at others."""
+        return None if hooks_on_nodes.seen or self._hooked() else self._nothing
+
     def _hooked(self) -> list[str]:
         """Names of the parameters that have hooks now."""
         # What classes of tensors would say takes time for each.
@@ -168,7 +173,10 @@ class Delivery:
             self._set({name: grad for name, grad in found.items() if name not in hooked} if hooked else found)
             found = rest
         gradients = [found.get(name) for name in names]
-        late = {name: grad for name, grad in found.items() if name not in names} if everything else {}
+        late = {}
+        if everything:
+            # Also those that have got a hook since the backward began, if it reaches one leaf alone.
+            late = {name: grad for name, grad in found.items() if name not in names or not _may_run(self._params[name])}
         if late:
             self._give_at_once(late)
         return gradients

@@ -1,0 +1,93 @@
+"""A backward that leads to one call of the model, and to nothing else, reaches one leaf in place of each parameter.
+
+torch visits every leaf behind a backward, which takes 14 us each beside a GPU. A call gives all its parameters their
+gradients at once (:mod:`.delivery`), so where nobody else would be reached, ``inputs=`` names one leaf that is behind
+every call. Everything else, such as a loss of two calls, ``autograd.grad`` or hooks on parameters, is left to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from pyrannc.capture.torch_internals.gradients import kept_uncompiled
+from pyrannc.capture.torch_internals.patching import NODE_HOOK, PatchPoint
+
+OneLeaf = Callable[[], Tensor | None]
+"""Tells the leaf, or ``None`` while each parameter has to be reached."""
+
+_FAR = 12
+"""Nodes between a loss and the call: a criterion, a weight, a cast."""
+_NO_LEAVES = ("pyrannc.", "torch.utils.hooks")
+"""Modules whose hooks on nodes look at no parameter of a model: of this package, and those of ``nn.Module``."""
+_BACKWARD = PatchPoint(torch.autograd, "backward")
+
+
+class _HooksOnNodes:
+    """Whether a script has ever put a hook on a node of autograd: torch does not tell which nodes have some."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def watch(self) -> None:
+        original = NODE_HOOK.original.__func__
+
+        def register(hooks: Any, hook: Any) -> Any:
+            self.seen = self.seen or not str(getattr(hook, "__module__", "")).startswith(_NO_LEAVES)
+            return original(hooks, hook)
+
+        setattr(NODE_HOOK.owner, NODE_HOOK.name, staticmethod(register))
+
+
+hooks_on_nodes = _HooksOnNodes()
+
+
+def lead_to_one_leaf(ctx: Any, leaf: OneLeaf) -> None:
+    """Says that a backward of this node of a call has to reach nothing but this leaf."""
+    ctx.one_leaf_of_call = leaf
+
+
+def _one_leaf(loss: Tensor) -> Tensor | None:
+    """What a backward of ``loss`` has to reach, if that is one leaf."""
+    node = loss.grad_fn
+    for _ in range(_FAR):
+        leaf: OneLeaf | None = getattr(node, "one_leaf_of_call", None)
+        if leaf is not None:
+            return leaf()
+        if node is None or isinstance(node, FunctionCtx):
+            # The backward of a script's own function, such as one that computes again, may ask what is reached.
+            return None
+        behind = [before for before, _ in node.next_functions if before is not None]
+        if len(behind) != 1:
+            return None
+        node = behind[0]
+    return None
+
+
+def _watch_backwards() -> None:
+    original = _BACKWARD.original
+
+    @kept_uncompiled
+    @wraps(original)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        if inputs is None and not create_graph and type(tensors) is Tensor:
+            inputs = _one_leaf(tensors)
+        original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+    setattr(_BACKWARD.owner, _BACKWARD.name, backward)
+
+
+hooks_on_nodes.watch()
+_watch_backwards()
