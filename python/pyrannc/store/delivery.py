@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,21 @@ from pyrannc.store.spread_tensor import is_spread, own_piece
 _requires_grad = attrgetter("requires_grad")
 
 
+class _Given(NamedTuple):
+    """Gradients for a backward to hand over.
+
+    Attributes:
+        task: the backward's number.
+        active: the parameters that get theirs.
+        stream: on which they are made; ``None`` on CPU.
+    """
+
+    task: int
+    gradients: GradientSet
+    active: Set[str]
+    stream: torch.cuda.Stream | None
+
+
 class Delivery:
     """The node before the parameters of one rank.
 
@@ -57,7 +72,8 @@ class Delivery:
             self._watch(name) for name in self._params if name in spread and not is_spread(self._params[name])
         ]
         self._tokens: dict[frozenset[str], Tensor] = {}
-        self._given: list[tuple[int, GradientSet, Set[str]]] = []
+        self._given: list[_Given] = []
+        self._gpu = next((shared.param.device for shared in params if shared.param.is_cuda), None)
         self._spare: GradientSet | None = None
 
     # A script may compute with a parameter outside of the model too: torch adds up whole gradients only.
@@ -140,7 +156,7 @@ class Delivery:
 
     def is_about_to_give(self, gradients: GradientSet) -> bool:
         """True where the backward that is running has yet to hand them over: another call's comes before."""
-        return any(item is gradients for _, item, _ in self._given)
+        return any(given.gradients is gradients for given in self._given)
 
     def give(self, gradients: GradientSet, active: Set[str]) -> None:
         """Sends gradients on to the parameters, in the backward that is running.
@@ -150,19 +166,20 @@ class Delivery:
             active: the parameters that get theirs.
         """
         task = graph_task()
-        self._given = [given for given in self._given if given[0] == task]
-        self._given.append((task, gradients, active))
+        self._given = [given for given in self._given if given.task == task]
+        self._given.append(_Given(task, gradients, active, self._stream()))
 
     def _deliver(self, names: list[str]) -> list[Tensor | None]:
         """Hands over what all calls have given in the backward that is running; returns what torch has to."""
-        given, self._given = [item for item in self._given if item[0] == graph_task()], []
-        if given and not given[0][1].is_kept:
-            self._spare = given[0][1]
+        given, self._given = [item for item in self._given if item.task == graph_task()], []
+        self._wait_for([item.stream for item in given])
+        if given and not given[0].gradients.is_kept:
+            self._spare = given[0].gradients
         with DisableTorchFunctionSubclass():
             # torch gives none to what was frozen after the call.
             all_train = all(map(_requires_grad, self._params.values()))
             frozen = [] if all_train else [name for name, param in self._params.items() if not param.requires_grad]
-        found = _sum([_of(item, active, frozen) for _, item, active in given])
+        found = _sum([_of(item.gradients, item.active, frozen) for item in given])
         everything = runs_in_backward(self._of_nothing)
         # Hooks run in one order on all ranks: they may sum over these.
         hooked = [name for name in self._hooked() if name in found]
@@ -180,6 +197,17 @@ class Delivery:
         if late:
             self._give_at_once(late)
         return gradients
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        return None if self._gpu is None else torch.cuda.current_stream(self._gpu)
+
+    def _wait_for(self, streams: Sequence[torch.cuda.Stream | None]) -> None:
+        """Makes this stream wait for those, and the script's for both: torch does so for leaves that it visits."""
+        own = self._stream()
+        if own is None:
+            return
+        _wait(own, streams)
+        at_end_of_backward(lambda: _wait(self._stream(), [own]))
 
     def _refuse_parts(self, found: Collection[str], hooked: Collection[str], everything: bool) -> None:
         """Raises where torch, or a hook, would take a part of a gradient for the whole."""
@@ -213,6 +241,12 @@ class Delivery:
         """For parameters that are not behind the token: a backward of their own."""
         token = self._before(list(gradients), lambda: list(gradients.values()))
         torch.autograd.backward([token], [torch.zeros_like(token)])
+
+
+def _wait(stream: torch.cuda.Stream | None, others: Sequence[torch.cuda.Stream | None]) -> None:
+    for other in others:
+        if stream is not None and other is not None and other != stream:
+            stream.wait_stream(other)
 
 
 @torch.no_grad()

@@ -82,9 +82,13 @@ def _watch_backwards() -> None:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        if inputs is None and not create_graph and type(tensors) is Tensor:
-            inputs = _one_leaf(tensors)
-        original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        leaf = _one_leaf(tensors) if inputs is None and not create_graph and type(tensors) is Tensor else None
+        if leaf is None:
+            original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            return
+        # Nothing else runs meanwhile: a thread for the GPU would have to be woken first.
+        with torch.autograd.set_multithreading_enabled(False):
+            original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, leaf)
 
     setattr(_BACKWARD.owner, _BACKWARD.name, backward)
 
