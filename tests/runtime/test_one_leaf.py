@@ -1,4 +1,4 @@
-"""A backward that leads to one call alone reaches one leaf, unless somebody looks at others; gradients are the same."""
+"""A backward that leads to calls of one model alone reaches one leaf, unless somebody looks at others."""
 
 from __future__ import annotations
 
@@ -47,8 +47,31 @@ def with_its_own_gradient(model: Any, net: nn.Sequential, x: Tensor, note: Note)
     torch.autograd.backward(out, torch.full_like(out, 0.5))
 
 
+def watched_on_its_way(model: Any, net: nn.Sequential, x: Tensor, note: Note) -> None:
+    out = model(x)
+    out.retain_grad()
+    out.register_hook(lambda grad: grad * 2)
+    loss = _mean(out)
+    loss.retain_grad()
+    note(loss).backward()
+    next(net.parameters()).grad.add_(out.grad.sum() + loss.grad)  # type: ignore[union-attr]  # it has one now
+
+
+def two_criteria(model: Any, net: nn.Sequential, x: Tensor, note: Note) -> None:
+    out = model(x)
+    note(_mean(out) + 0.1 * (out.softmax(-1) * out.log_softmax(-1)).sum()).backward()
+
+
 def two_calls(model: Any, net: nn.Sequential, x: Tensor, note: Note) -> None:
     note(_mean(model(x)) + _mean(model(-x))).backward()
+
+
+def two_models(model: Any, net: nn.Sequential, x: Tensor, note: Note) -> None:
+    other = copy.deepcopy(net)
+    second: Any = other if model is net else pyrannc.RaNNCModule(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    note(_mean(model(x)) + _mean(second(x))).backward()
+    for param, beside in zip(net.parameters(), other.parameters(), strict=True):
+        param.grad.add_(beside.grad, alpha=2)  # type: ignore[union-attr, arg-type]  # they have some now
 
 
 def parameter_beside(model: Any, net: nn.Sequential, x: Tensor, note: Note) -> None:
@@ -91,9 +114,12 @@ def computed_again(model: Any, net: nn.Sequential, x: Tensor, note: Note) -> Non
     assert head.weight.grad is not None
 
 
-ONE_LEAF = [criterion_outside, accumulated, twice_from_one_call, with_its_own_gradient, hook_added_in_the_backward]
+ONE_LEAF = [
+    *(criterion_outside, accumulated, twice_from_one_call, with_its_own_gradient),
+    *(two_criteria, two_calls, watched_on_its_way, hook_added_in_the_backward),
+]
 EACH = [
-    *(two_calls, parameter_beside, input_with_gradient, one_parameter_asked_for),
+    *(two_models, parameter_beside, input_with_gradient, one_parameter_asked_for),
     *(gradient_hook, hook_on_a_node, computed_again),
 ]
 

@@ -1,8 +1,9 @@
-"""A backward that leads to one call of the model, and to nothing else, reaches one leaf in place of each parameter.
+"""A backward that leads to calls of one model, and to nothing else, reaches one leaf in place of each parameter.
 
 torch visits every leaf behind a backward, which takes 14 us each beside a GPU. A call gives all its parameters their
 gradients at once (:mod:`.delivery`), so where nobody else would be reached, ``inputs=`` names one leaf that is behind
-every call. Everything else, such as a loss of two calls, ``autograd.grad`` or hooks on parameters, is left to torch.
+every call. Everything else, such as layers before the model, ``autograd.grad`` or hooks on parameters, is left to
+torch.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pyrannc.capture.torch_internals.patching import NODE_HOOK, PatchPoint
 OneLeaf = Callable[[], Tensor | None]
 """Tells the leaf, or ``None`` while each parameter has to be reached."""
 
-_FAR = 12
-"""Nodes between a loss and the call: a criterion, a weight, a cast."""
+_MOST_NODES = 16
+"""Between a loss and the call: criteria, their weights, casts."""
 _NO_LEAVES = ("pyrannc.", "torch.utils.hooks")
 """Modules whose hooks on nodes look at no parameter of a model: of this package, and those of ``nn.Module``."""
 _BACKWARD = PatchPoint(torch.autograd, "backward")
@@ -54,19 +55,19 @@ def lead_to_one_leaf(ctx: Any, leaf: OneLeaf) -> None:
 
 def _one_leaf(loss: Tensor) -> Tensor | None:
     """What a backward of ``loss`` has to reach, if that is one leaf."""
-    node = loss.grad_fn
-    for _ in range(_FAR):
+    found: OneLeaf | None = None
+    nodes = [loss.grad_fn]
+    for node in nodes:
         leaf: OneLeaf | None = getattr(node, "one_leaf_of_call", None)
-        if leaf is not None:
-            return leaf()
-        if node is None or isinstance(node, FunctionCtx):
-            # The backward of a script's own function, such as one that computes again, may ask what is reached.
+        if leaf is not None and found in (None, leaf):
+            found = leaf
+            continue
+        behind = [] if node is None else [before for before, _ in node.next_functions if before is not None]
+        # What has nothing behind is a leaf of the script's, and a function of the script may ask what is reached.
+        if not behind or isinstance(node, FunctionCtx) or len(nodes) > _MOST_NODES:
             return None
-        behind = [before for before, _ in node.next_functions if before is not None]
-        if len(behind) != 1:
-            return None
-        node = behind[0]
-    return None
+        nodes += [before for before in behind if before not in nodes]
+    return None if found is None else found()
 
 
 def _watch_backwards() -> None:
