@@ -6,6 +6,7 @@ import linecache
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -104,6 +105,10 @@ def sums_by_operator(x: Tensor) -> Any:
     return operators.wait_tensor(operators.all_reduce(x, "sum", world().group_name))  # here
 
 
+def sums_by_overload(x: Tensor) -> Any:
+    return torch.ops._c10d_functional.all_reduce.default(x, "sum", world().group_name)  # here
+
+
 def gathers_with_gradients(x: Tensor) -> Tensor:
     return torch.cat(all_gather(x))  # type: ignore[no-untyped-call]  # here
 
@@ -138,6 +143,7 @@ TALKING = {
     sums_without_gradients: "torch.distributed.all_reduce",
     sums_in_a_group: "ProcessGroup.allreduce",
     sums_by_operator: "torch.ops._c10d_functional.all_reduce",
+    sums_by_overload: "torch.ops._c10d_functional.all_reduce.default",
     sums_by_function: "torch.distributed._functional_collectives.all_reduce",
     gathers_with_gradients: "torch.distributed.nn.functional.all_gather",
     gathers_objects: "torch.distributed.all_gather_object",
@@ -173,6 +179,81 @@ def test_what_sees_other_ranks_is_refused(ranks: Ranks, number: int, whole: bool
         assert told in message
         line = int(message.split(f"{__file__}:")[1].split(")")[0])
         assert "# here" in linecache.getline(__file__, line)
+
+
+class SumsGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        all_reduce(total := gradients[0].clone())  # here
+        return total
+
+
+class SumsGradientsByOverload(SumsGradients):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return sums_by_overload(gradients[0])
+
+
+class SumsGradientsWhereItCan(SumsGradients):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        with suppress(Exception):
+            all_reduce(gradients[0])  # here
+        return gradients[0]
+
+
+class Norms(list[float]):
+    """What a hook notes of gradients."""
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.append(1.0)
+        float(gradient.norm())
+
+
+class DividesByNorm(SumsGradients):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] / float(gradients[0].norm())
+
+
+NORMS = Norms()
+
+
+def sums_in_a_hook(x: Tensor) -> Tensor:
+    y = x * 1
+    y.register_hook(lambda gradient: sums_by_name(gradient))
+    return y
+
+
+def notes_in_a_hook(x: Tensor) -> Tensor:
+    y = x * 1
+    y.register_hook(NORMS)
+    return y
+
+
+BACKWARDS: dict[Callable[[Tensor], Any], str] = {
+    SumsGradients.apply: "torch.distributed.all_reduce",
+    SumsGradientsByOverload.apply: "torch.ops._c10d_functional.all_reduce.default",
+    SumsGradientsWhereItCan.apply: "torch.distributed.all_reduce",
+    sums_in_a_hook: "torch.distributed.all_reduce",
+}
+
+
+def refusals_of_backwards() -> list[str]:
+    return [*map(refusal, BACKWARDS), refusal(notes_in_a_hook), refusal(DividesByNorm.apply), *map(str, NORMS)]
+
+
+def test_backwards_that_see_other_ranks_are_refused(ranks: Ranks) -> None:
+    for messages in ranks(2).run(refusals_of_backwards, timeout_s=30):
+        for message, told in zip(messages, BACKWARDS.values(), strict=False):
+            assert told in message
+            line = int(message.split(f"{__file__}:")[1].split(")")[0])
+            assert "# here" in linecache.getline(__file__, line)
+        assert messages[len(BACKWARDS) :] == ["", ""], "what needs numbers is let be, and notes are taken back"
 
 
 def test_one_rank_counts_itself_and_talks_with_nobody_else(ranks: Ranks) -> None:

@@ -31,15 +31,15 @@ def test_TENSOR_REPR() -> None:
     assert repr(X).startswith("tensor(")
 
 
-def calls_seen(point: patching.PatchPoint, call: Callable[[], Any], static: bool = False) -> int:
+def calls_seen(point: patching.PatchPoint, call: Callable[[], Any]) -> int:
     """How often a call comes by a function that stands in for the original."""
     original, seen = point.original, []
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         seen.append(args)
-        return original.__get__(None, args[0])(*args[1:], **kwargs) if static else original(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    with point.replaced_by(classmethod(stand_in) if static else stand_in):
+    with point.replaced_by(stand_in):
         call()
     assert point.original is original
     return len(seen)
@@ -97,8 +97,17 @@ def test_fake_told_of_gradients() -> None:
     assert fake.grad_fn is None
 
 
-def test_FUNCTION_APPLY() -> None:
-    assert calls_seen(patching.FUNCTION_APPLY, lambda: Twice.apply(X), static=True) == 1
+def test_functions_applied_by() -> None:
+    own_name, seen = Twice.apply, []
+
+    def apply(original: Callable[..., Tensor], cls: type[torch.autograd.Function], /, *args: Any) -> Tensor:
+        seen.append(cls)
+        return original(cls, *args)
+
+    with patching.functions_applied_by(apply):
+        assert Twice.apply(X).equal(own_name(X))
+    assert own_name(X).equal(X * 2)
+    assert seen == [Twice, Twice]
 
 
 @torch.jit.script
@@ -309,9 +318,12 @@ def test_GROUP_METHODS(alone: Any) -> None:
     assert all(callable(point.original) for point in patching.GROUP_METHODS)
 
 
-def test_OPERATOR_CALL() -> None:
-    assert refused(patching.OPERATOR_CALL, lambda: torch.ops._c10d_functional.wait_tensor(torch.ones(1)))
-    assert str(torch.ops._c10d_functional.wait_tensor) == "_c10d_functional.wait_tensor"
+def test_OPERATOR_CALLS() -> None:
+    wait = torch.ops._c10d_functional.wait_tensor
+    for point, operator in zip(patching.OPERATOR_CALLS, (wait, wait.default), strict=True):
+        assert refused(point, partial(operator, torch.ones(1)))
+        assert operator.__module__ == "torch._ops._c10d_functional"
+        assert str(operator).startswith("_c10d_functional.wait_tensor")
 
 
 def test_other_sends(alone: Any) -> None:

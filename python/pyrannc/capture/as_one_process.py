@@ -18,7 +18,7 @@ from .torch_internals.gradients import graph_task
 from .torch_internals.patching import (
     GROUP_METHODS,
     GROUP_SIZE,
-    OPERATOR_CALL,
+    OPERATOR_CALLS,
     RANK_NOT_IN_GROUP,
     PatchPoint,
     other_sends,
@@ -31,8 +31,8 @@ _LOGGER = f"{_TORCH}.c10d_logger"
 """Stands round most functions of torch.distributed."""
 _SILENT = ("get_backend", "get_backend_config", "get_rank", "get_world_size", "_set_pg_timeout")
 """Functions that look at a group like those that talk with its ranks, and send nothing."""
-_OPERATORS = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.")
-"""What begins the names of operators that send."""
+_OPERATORS = frozenset(f"torch._ops.{name}" for name in ("_c10d_functional", "_c10d_functional_autograd", "c10d"))
+"""Where operators stand that send."""
 _ENVIRONMENT = PatchPoint(type(os.environ), "__getitem__")
 _COUNT = "WORLD_SIZE"
 """Where launchers say how many ranks there are."""
@@ -40,27 +40,35 @@ _READERS = ("os", "collections.abc")
 
 
 @contextmanager
-def as_one_process(tracker: SourceTracker) -> Iterator[None]:
+def as_one_process(tracker: SourceTracker) -> Iterator[list[CaptureError]]:
     """While active, a forward that counts the ranks, where there are several, or talks with others is refused.
 
     What torch.distributed itself looks up by name at each call tells, so that the names that the model has for its
     functions do not matter. What stays whole is tried in here, and refused likewise, and so is a backward.
 
+    Yields:
+        the errors that have been raised, which some code of the user may have caught.
+
     Raises:
         CaptureError: it does.
     """
     if not several_ranks():
-        yield
+        yield []
         return
+    refused: list[CaptureError] = []
     own, real_size = threading.get_ident(), GROUP_SIZE.original
 
     def elsewhere() -> bool:
         # Backwards on GPUs run on threads of torch.
         return threading.get_ident() != own and graph_task() < 0
 
+    def noted(message: str) -> CaptureError:
+        refused.append(CaptureError(message))
+        return refused[-1]
+
     def refuse(count: int) -> None:
         if count > 1 and not elsewhere():
-            raise CaptureError(
+            raise noted(
                 f"{tracker.here()} asks for the number of ranks, {count}. The forward runs as in one process with the "
                 "rows of all ranks, losses and means over rows are those of the global batch: leave out what divides "
                 "or multiplies by the number of ranks"
@@ -81,7 +89,7 @@ def as_one_process(tracker: SourceTracker) -> Iterator[None]:
         return value
 
     def talks(what: str) -> CaptureError:
-        return CaptureError(
+        return noted(
             f"{tracker.here()} talks with other ranks ({what}). The forward runs as in one process with the rows of "
             "all ranks, and so does its backward: leave out what gathers, sums or spreads over ranks, the rows are "
             "there already"
@@ -98,21 +106,25 @@ def as_one_process(tracker: SourceTracker) -> Iterator[None]:
 
         return call
 
-    real_operator = OPERATOR_CALL.original
+    def refusing_operators(point: PatchPoint) -> Callable[..., Any]:
+        original = point.original
 
-    def operator(packet: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if str(packet).startswith(_OPERATORS) and not elsewhere():
-            raise talks(f"torch.ops.{packet}")
-        return real_operator(packet, *args, **kwargs)
+        def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if operator.__module__ in _OPERATORS and not elsewhere():
+                raise talks(f"torch.ops.{operator}")
+            return original(operator, *args, **kwargs)
+
+        return call
 
     with ExitStack() as stack:
         stack.enter_context(GROUP_SIZE.replaced_by(size))
         stack.enter_context(told_of_counts(refuse))
         stack.enter_context(_ENVIRONMENT.replaced_by(setting))
-        stack.enter_context(OPERATOR_CALL.replaced_by(operator))
+        for point in OPERATOR_CALLS:
+            stack.enter_context(point.replaced_by(refusing_operators(point)))
         for point in (RANK_NOT_IN_GROUP, *other_sends(), *GROUP_METHODS):
             stack.enter_context(point.replaced_by(refusing(point)))
-        yield
+        yield refused
 
 
 def _is_silent(frame: FrameType) -> bool:

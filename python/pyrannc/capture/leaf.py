@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from .autocast import Autocast
 from .fallback import insert_node
 from .form import Form
 from .torch_internals.levels import functorch_is_active, only_vmap_is_active, without_levels
-from .torch_internals.patching import FUNCTION_APPLY, REGISTER_HOOK
+from .torch_internals.patching import REGISTER_HOOK, functions_applied_by
 from .torch_internals.tensors import pytree, version
 from .torch_internals.tracing import current_tracer, disable_proxy_modes_tracing, functions_as_operators, proxy_of
+from .untraced_backwards import UntracedBackwards
 
 
 class OpaqueCall:
@@ -82,13 +84,16 @@ class GradientHook(OpaqueCall):
 
 
 @contextmanager
-def opaque_autograd_functions() -> Iterator[None]:
-    """Keeps calls of custom ``autograd.Function``s whole, so that their own backward is what runs."""
-    original = FUNCTION_APPLY.original
+def opaque_autograd_functions(backwards: UntracedBackwards) -> Iterator[None]:
+    """Keeps calls of custom ``autograd.Function``s whole, so that their own backward is what runs.
 
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    Args:
+        backwards: is told of each.
+    """
+
+    def apply(original: Callable[..., Any], cls: type[Function], /, *args: Any, **kwargs: Any) -> Any:
         tracer = current_tracer()
-        plain = original.__get__(None, cls)
+        plain = partial(original, cls)
         if tracer is None:
             return plain(*args, **kwargs)
         if functorch_is_active():
@@ -108,11 +113,12 @@ def opaque_autograd_functions() -> Iterator[None]:
 
         with disable_proxy_modes_tracing():
             result = plain(*args, **kwargs)
+        backwards.note_call(args, result)
         name = f"autograd_function_{cls.__name__}"
         target = OpaqueCall(name, call, f"{cls.__module__}.{cls.__qualname__}")
         return insert_node(tracer, target, tuple(proxies.values()), {}, result)
 
-    with FUNCTION_APPLY.replaced_by(classmethod(apply)), functions_as_operators():
+    with functions_applied_by(apply), functions_as_operators():
         yield
 
 
@@ -148,8 +154,12 @@ class _NoHandle:
 
 
 @contextmanager
-def captured_tensor_hooks() -> Iterator[None]:
-    """Turns ``Tensor.register_hook`` into a node of the graph."""
+def captured_tensor_hooks(backwards: UntracedBackwards) -> Iterator[None]:
+    """Turns ``Tensor.register_hook`` into a node of the graph.
+
+    Args:
+        backwards: is told of each hook.
+    """
     original = REGISTER_HOOK.original
 
     def register_hook(self: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -162,6 +172,7 @@ def captured_tensor_hooks() -> Iterator[None]:
             if tensor.requires_grad:
                 original(tensor, hook)
 
+        backwards.note_hook(hook, self)
         title = f"hook.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
         tracer.create_proxy("call_function", GradientHook("grad_hook", call, title), (proxy,), {})
         return _NoHandle()

@@ -66,6 +66,7 @@ from .torch_internals.tracing import (
 )
 from .unknown_lists import refuse_unknown_lists
 from .untraceable import UntraceableError
+from .untraced_backwards import UntracedBackwards
 
 _ERROR_LINES = 4
 OF_ALL_RANKS = (
@@ -229,6 +230,7 @@ class Session:
         self.attributes = AttributeLog(model, self.tracker)
         self.apart = partial(_apart, self.tracker, self.attributes)
         self.tree = Tree(model)
+        self.backwards = UntracedBackwards()
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
         batch = Batch(self.inputs, per_row, rows)
         own = self.tracker, sample_device, batch, answers.before
@@ -272,7 +274,7 @@ class Session:
         finally:
             # What was computed for real may be as large as a whole forward, and an error keeps the session.
             self.oracle.close()
-        return Trace(
+        traced = Trace(
             gm=gm,
             device=self.sample.device,
             params=self.params,
@@ -282,10 +284,10 @@ class Session:
             puts=call.puts,
             updated_buffers=call.updated_buffers,
             reader=AffineReader(self.symbol),
-            conditions=self.shape_env.conditions,
+            conditions=list(self.shape_env.conditions),
             row_conditions=tuple(self.shape_env.row_conditions.values()),
             needs_length=self.shape_env.needs_length or self.oracle.needs_length,
-            assumptions=self.oracle.assumptions,
+            assumptions=list(self.oracle.assumptions),
             python_state=self.attributes.state(self.grad_mode.enabled if self.grad_mode.asked else None),
             carried=self.attributes.carried,
             beside=self.attributes.beside.left,
@@ -295,6 +297,10 @@ class Session:
             limits=take_limits(gm.graph, self.params.names),
             attributes_restored=self.attributes.restoring,
         )
+        if self.backwards:
+            with self.attributes.restoring(), reparametrized(self.sample.model, call.state), self.mode:
+                self.backwards.refuse_seeing_ranks(self.tracker)
+        return traced
 
     def whole_calls(self) -> list[WholeCall]:
         """What stays whole."""
@@ -346,12 +352,12 @@ class Session:
             stack.enter_context(override_builtin_ops())
             stack.enter_context(lengths_as_sizes())
             stack.enter_context(texts_noted(self.shape_env.note_text))
-            stack.enter_context(opaque_autograd_functions())
+            stack.enter_context(opaque_autograd_functions(self.backwards))
             stack.enter_context(inner_backwards_noted())
             stack.enter_context(opaque_script_functions(*own))
             stack.enter_context(control_flow_as_ops(self.tracker))
             stack.enter_context(flex_attention_as_op(self.tracker))
-            stack.enter_context(captured_tensor_hooks())
+            stack.enter_context(captured_tensor_hooks(self.backwards))
             stack.enter_context(traced_data())
             stack.enter_context(idle_module_moves())
             stack.enter_context(TENSOR_META.replaced_by(lambda _tensor: None))
@@ -390,6 +396,7 @@ class _TracedCall:
         self.updated_buffers: list[int] = []
         self.new_tree: NewTree | None = None
         self.along_rows: Place | None = None
+        self.state: dict[str, Tensor] = {}
 
     def __call__(self, params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         session, model = self._session, self._session.sample.model
@@ -407,7 +414,7 @@ class _TracedCall:
         if watch is not None:
             reader = AffineReader(session.symbol)
             note_new_nodes(tracer.graph, lambda node: watch(node, reader))
-        state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
+        state = self.state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
         args, kwargs = session.input.rebuild(inputs)
         # Module calls are followed from here on: outside, the fx tracer replaces Module.__call__ itself.
         with (

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import ONCE, STAGES, Setting
-from tests.contract.training import CLASSES, TOKENS, VOCABULARY, WIDTH, Chain, Returns, fit, padded, pairs
+from tests.contract.training import CLASSES, TOKENS, VOCABULARY, WIDTH, Chain, Returns, fit, learn_around, padded, pairs
 
 _CHANNELS = 2
 
@@ -225,6 +225,24 @@ def own_autograd_function(job: Job) -> None:
             return _Clipped.apply(super().forward(x)) + x  # type: ignore[no-any-return, no-untyped-call]
 
     _fit(job, Net())
+
+
+_clipped: Any = _Clipped.apply
+
+
+@equal()
+def own_autograd_function_by_name(job: Job) -> None:
+    """The same under a name of its own (`clipped = Clipped.apply`), first called after a step without it."""
+
+    class Net(Chain):
+        clips = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return _clipped(y) + x if self.clips else y
+
+    net = Net()
+    learn_around(job, Returns(net, F.mse_loss), lambda model: setattr(net, "clips", True))
 
 
 @equal()

@@ -15,7 +15,7 @@ import pyrannc
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import ONCE
-from tests.contract.training import WIDTH, Chain, OnPositive, Returns, fit, learn, pairs, single
+from tests.contract.training import WIDTH, Chain, OnPositive, Returns, fit, learn, learn_around, pairs, single
 
 
 def _learn(job: Job, net: nn.Module, **options: Any) -> None:
@@ -289,19 +289,59 @@ def forward_that_gathers_rows(job: Job) -> None:
     job.wrap(Returns(Chain(), loss))(*job.batch(pairs))
 
 
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+_summed: Any = _Summed.apply
+
+
 @refused("CaptureError", "talks with other ranks", instead="leave it out: gradients are those of the global batch")
 def backward_that_sums_over_ranks(job: Job) -> None:
     """The backward of an `autograd.Function` sums gradients over the ranks, as `all_gather` with gradients does."""
 
-    class Summed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 1
+    job.wrap(Returns(Chain(), lambda out, target: F.mse_loss(_summed(out), target)))(*job.batch(pairs))
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            total = gradients[0].clone()
-            dist.all_reduce(total)
-            return total
 
-    job.wrap(Returns(Chain(), lambda out, target: F.mse_loss(Summed.apply(out), target)))(*job.batch(pairs))
+@refused("CaptureError", "talks with other ranks", instead="leave it out: gradients are those of the global batch")
+def later_backward_that_sums_over_ranks(job: Job) -> None:
+    """The same in a part that the model takes only after some steps."""
+
+    class Net(Chain):
+        sums = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return _summed(y) if self.sums else y
+
+    net = Net()
+    learn_around(job, Returns(net, F.mse_loss), lambda model: setattr(net, "sums", True))
+
+
+@refused("CaptureError", "talks with other ranks", instead="leave it out: gradients are those of the global batch")
+def later_hook_that_sums_over_ranks(job: Job) -> None:
+    """Likewise a hook of gradients (`x.register_hook`), by an operator of torch (`torch.ops`)."""
+
+    def summed(gradient: Tensor) -> Any:
+        world: Any = dist.group.WORLD
+        return torch.ops._c10d_functional.all_reduce.default(gradient, "sum", world.group_name)
+
+    class Net(Chain):
+        sums = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if self.sums:
+                y.register_hook(summed)
+            return y
+
+    net = Net()
+    learn_around(job, Returns(net, F.mse_loss), lambda model: setattr(net, "sums", True))

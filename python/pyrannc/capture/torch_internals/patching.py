@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._ops import OpOverloadPacket
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.function import Function, _HookMixin
 from torch.distributed import distributed_c10d
 from torch.fx.experimental import proxy_tensor
@@ -46,8 +48,40 @@ MODULE_CALL = PatchPoint(nn.Module, "__call__")
 MODULE_TO = PatchPoint(nn.Module, "to")
 """A move that changes nothing must not replace parameters. Public: none."""
 
-FUNCTION_APPLY = PatchPoint(Function, "apply")
-"""Custom autograd functions stay whole. Public: ``torch.compiler.allow_in_graph``, for export and compile only."""
+
+def _code_for_apply() -> CodeType:
+    """It has one variable from outside, as that of torch has."""
+    every = Function
+
+    def apply(cls: type[Function], /, *args: Any, rannc: Callable[..., Any], **kwargs: Any) -> Any:
+        assert issubclass(cls, every)
+        return rannc(cls, *args, **kwargs)
+
+    return apply.__code__
+
+
+@contextmanager
+def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
+    """While active, ``apply(original, function, ...)`` runs for ``function.apply(...)``: custom ones stay whole.
+
+    Scripts have names of their own for that method, bound to a function, so it is its code that gives way. Public:
+    ``torch.compiler.allow_in_graph``, for export and compile only.
+    """
+    method = vars(Function)["apply"].__func__
+    code, defaults = method.__code__, method.__kwdefaults__
+    original = FunctionType(code, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
+    original.__kwdefaults__ = defaults
+    # Other threads may call it meanwhile.
+    method.__kwdefaults__ = {**(defaults or {}), "rannc": partial(apply, original)}
+    method.__code__ = _CODE_FOR_APPLY
+    try:
+        yield
+    finally:
+        method.__code__ = code
+        method.__kwdefaults__ = defaults
+
+
+_CODE_FOR_APPLY = _code_for_apply()
 
 SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
 """Scripted functions stay whole. Public: none."""
@@ -111,7 +145,7 @@ _SENDING = (
 GROUP_METHODS = tuple(PatchPoint(distributed.ProcessGroup, _name) for _name in _SENDING.split())
 """What sends to the other ranks of a group. Public: some of them have no underscore, but no documentation."""
 
-OPERATOR_CALL = PatchPoint(OpOverloadPacket, "__call__")
+OPERATOR_CALLS = PatchPoint(OpOverloadPacket, "__call__"), PatchPoint(OpOverload, "__call__")
 """``torch.ops._c10d_functional`` sends to other ranks. Public: modes of dispatch, which see all that a trace does."""
 
 CHECKS_OF_SENT = tuple(PatchPoint(distributed_c10d, _name) for _name in ("_check_single_tensor", "_check_tensor_list"))
