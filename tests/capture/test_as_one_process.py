@@ -80,6 +80,14 @@ def counts_by_environment_if_set(x: Tensor) -> Tensor:
     return x * int(os.getenv("WORLD_SIZE", "1"))  # here
 
 
+def counts_by_all_settings(x: Tensor) -> Tensor:
+    return x * int(dict(os.environ)["WORLD_SIZE"])  # here
+
+
+def compares_in_a_copy(x: Tensor) -> Tensor:
+    return x if os.environ.copy()["WORLD_SIZE"] == "1" else -x  # here
+
+
 def sums_by_name(x: Tensor) -> Tensor:
     all_reduce(x)  # here
     return x
@@ -137,6 +145,8 @@ COUNTING = {
     counts_a_group: "",
     counts_by_environment: "",
     counts_by_environment_if_set: "",
+    counts_by_all_settings: "",
+    compares_in_a_copy: "",
 }
 TALKING = {
     sums_by_name: "torch.distributed.all_reduce",
@@ -273,13 +283,21 @@ def patched() -> bool:
 def asks_for_nothing_else(x: Tensor) -> Tensor:
     assert dist.get_backend() == dist.get_backend(world())
     assert dist.get_rank(world()) == dist.get_rank() == int(os.environ["RANK"])
-    assert dict(os.environ.items()) == os.environ.copy()
+    assert dict(os.environ.items()) == os.environ.copy() == dict(os.environ) == {**os.environ}
+    assert f"{os.environ | {}}" == f"{dict(os.environ)}"
+    SETTINGS.update(os.environ)
     return x + 1
+
+
+SETTINGS: dict[str, str] = {}
 
 
 def of_silence() -> list[str]:
     assert patched()
-    return [refusal(asks_for_nothing_else), refusal(torch.nn.functional.relu)]
+    found = [refusal(asks_for_nothing_else), refusal(torch.nn.functional.relu)]
+    assert SETTINGS["WORLD_SIZE"] == "2"
+    assert int(SETTINGS["WORLD_SIZE"]) == float(SETTINGS["WORLD_SIZE"]) == 2
+    return found
 
 
 def test_what_asks_for_the_rank_alone_is_captured(ranks: Ranks) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from .torch_internals.patching import (
     other_sends,
     several_ranks,
 )
+from .world_size import told_of_world_size
 
 _TORCH = "torch.distributed"
 _C10D = f"{_TORCH}.distributed_c10d"
@@ -33,10 +33,6 @@ _SILENT = ("get_backend", "get_backend_config", "get_rank", "get_world_size", "_
 """Functions that look at a group like those that talk with its ranks, and send nothing."""
 _OPERATORS = frozenset(f"torch._ops.{name}" for name in ("_c10d_functional", "_c10d_functional_autograd", "c10d"))
 """Where operators stand that send."""
-_ENVIRONMENT = PatchPoint(type(os.environ), "__getitem__")
-_COUNT = "WORLD_SIZE"
-"""Where launchers say how many ranks there are."""
-_READERS = ("os", "collections.abc")
 
 
 @contextmanager
@@ -80,14 +76,6 @@ def as_one_process(tracker: SourceTracker) -> Iterator[list[CaptureError]]:
             refuse(count)
         return count
 
-    real_setting = _ENVIRONMENT.original
-
-    def setting(environment: Any, name: str) -> str:
-        value: str = real_setting(environment, name)
-        if name == _COUNT and value.isdigit() and _is_read_by_user(sys._getframe(1)):
-            refuse(int(value))
-        return value
-
     def talks(what: str) -> CaptureError:
         return noted(
             f"{tracker.here()} talks with other ranks ({what}). The forward runs as in one process with the rows of "
@@ -119,7 +107,7 @@ def as_one_process(tracker: SourceTracker) -> Iterator[list[CaptureError]]:
     with ExitStack() as stack:
         stack.enter_context(GROUP_SIZE.replaced_by(size))
         stack.enter_context(told_of_counts(refuse))
-        stack.enter_context(_ENVIRONMENT.replaced_by(setting))
+        stack.enter_context(told_of_world_size(refuse))
         for point in OPERATOR_CALLS:
             stack.enter_context(point.replaced_by(refusing_operators(point)))
         for point in (RANK_NOT_IN_GROUP, *other_sends(), *GROUP_METHODS):
@@ -136,13 +124,6 @@ def _asker(frame: FrameType) -> str:
     while frame.f_back is not None and _module(frame) == _C10D:
         frame = frame.f_back
     return frame.f_code.co_filename
-
-
-def _is_read_by_user(frame: FrameType | None) -> bool:
-    """True where code of the user asks for environment variables; not where a module is loaded."""
-    while frame is not None and frame.f_code.co_name in ("get", "getenv") and _module(frame) in _READERS:
-        frame = frame.f_back
-    return frame is not None and belongs_to_user(frame.f_code.co_filename) and frame.f_code.co_name != "<module>"
 
 
 def _called(frame: FrameType) -> str:

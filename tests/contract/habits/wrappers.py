@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -275,6 +276,17 @@ def forward_that_counts_the_ranks(job: Job) -> None:
     """The forward multiplies its loss by `dist.get_world_size()`."""
     net = Returns(Chain(), lambda out, target: F.mse_loss(out, target) * dist.get_world_size())
     job.wrap(net)(*job.batch(pairs))
+
+
+@equal(note="a number made of its `WORLD_SIZE` is refused")
+def forward_that_logs_the_environment(job: Job) -> None:
+    """The forward hands on all environment variables, to a log or another program: `dict(os.environ)`."""
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        logging.getLogger(__name__).debug("running with %s", dict(os.environ))
+        return F.mse_loss(out, target)
+
+    _learn(job, Returns(Chain(), loss))
 
 
 @refused("CaptureError", "talks with other ranks", instead="leave it out: the rows of all ranks are there")
