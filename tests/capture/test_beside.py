@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pyrannc.call.guards import ModuleGuards
 from pyrannc.capture import Captured, capture
+from pyrannc.capture.counted import Trial, trials
 from pyrannc.capture.holders import NOTHING, Name
 from pyrannc.capture.left import Unset, lift
 from pyrannc.errors import CaptureError, RaNNCError
@@ -269,18 +271,74 @@ def ends(net: Any, h: Tensor) -> Tensor:
     return h * [1, 1, 1, 2][net.holder.count - 1]
 
 
+def third_of_four(net: Any, h: Tensor) -> Tensor:
+    net.holder.count += 1
+    return 2 * h if net.holder.count > 2 and net.holder.count % 4 == 3 else h
+
+
+def in_turn(net: Any, h: Tensor) -> Tensor:
+    TABLE["phase"] = (TABLE.get("phase", 0) + 1) % 50
+    return 2 * h if TABLE["phase"] == 40 else h
+
+
+def rarely(net: Any, h: Tensor) -> Tensor:
+    net.holder.count += 2
+    done = -net.holder.count // 7.0 * 0.25
+    return h if done > -100 or max(0, 900 - net.holder.count) else h + 1
+
+
+ARRAY = np.zeros((2, 2))
+
+
+def in_an_array(net: Any, h: Tensor) -> Tensor:
+    ARRAY[1, 0] += 1
+    return h if ARRAY[1, 0] < 1000 else 2 * h
+
+
+def of_numpy(net: Any, h: Tensor) -> Tensor:
+    net.holder.count += np.int64(1)
+    return h if net.holder.count < 1000 else 2 * h
+
+
+def third_item(net: Any, h: Tensor) -> Tensor:
+    net.holder.items.append(0.5)
+    return 2 * h if len(net.holder.items) % 40 == 39 else h
+
+
+def by_bits(net: Any, h: Tensor) -> Tensor:
+    net.holder.count += 1
+    return h.sin() if (net.holder.count >> 2) & 3 ^ 2 == 0 and not 8 % net.holder.count else h
+
+
 def reads(net: Any, h: Tensor) -> Tensor:
     net.holder.count += 1
     return h if net.holder.count % 100 else h * float(h.detach().numpy().sum())
 
 
-@pytest.mark.parametrize("result", [late, every, less, full, ends, reads], ids=lambda result: result.__name__)
+LATE = [
+    late,
+    every,
+    less,
+    full,
+    ends,
+    reads,
+    third_of_four,
+    in_turn,
+    rarely,
+    by_bits,
+    in_an_array,
+    of_numpy,
+    third_item,
+]
+
+
+@pytest.mark.parametrize("result", LATE, ids=lambda result: result.__name__)
 def test_what_matters_only_after_many_calls_is_refused(result: Any) -> None:
     TABLE.clear()
     model = Returns(result)
     with pytest.raises(CaptureError, match="counts from call to call"):
         captured(model)
-    assert (TABLE, model.holder.count, model.holder.items) == ({}, 0, [])
+    assert (TABLE, model.holder.count, model.holder.items, ARRAY.any()) == ({}, 0, [], False)
 
 
 def logs(net: Any, h: Tensor) -> Tensor:
@@ -289,6 +347,7 @@ def logs(net: Any, h: Tensor) -> Tensor:
     TABLE["calls"] = TABLE.get("calls", 0) + 1
     if TABLE["calls"] % 100 == 0:
         TABLE["told"] = f"{net.holder.items[-1]} calls"
+    ARRAY[0] += 0.5
     return h
 
 
@@ -296,7 +355,7 @@ def test_what_is_counted_for_a_log_is_put_back() -> None:
     TABLE.clear()
     model = Returns(logs)
     captured(model)
-    assert (TABLE, model.holder.count, model.holder.items) == ({}, 0, [])
+    assert (TABLE, model.holder.count, model.holder.items, ARRAY.any()) == ({}, 0, [], False)
 
 
 def ring(net: Any, h: Tensor) -> Tensor:
@@ -333,6 +392,12 @@ def _of_a_loop() -> Iterator[int]:
         yield _
 
 
+def _after(calls: int, iterator: Iterator[Any]) -> Iterator[Any]:
+    for _ in range(calls):
+        next(iterator)
+    return iterator
+
+
 ITERATORS: list[Callable[[], Iterator[Any]]] = [
     itertools.count,
     _forever,
@@ -343,6 +408,10 @@ ITERATORS: list[Callable[[], Iterator[Any]]] = [
     lambda: reversed((1, 1)),
     lambda: iter(deque([1, 1, 2])),
     lambda: itertools.cycle([1, 1, 2]),
+    lambda: _after(3, itertools.cycle([1, 1, 2])),
+    lambda: _after(5, itertools.cycle([1, 1, 2])),
+    lambda: itertools.tee([1, 1, 2])[1],
+    lambda: _after(1, _after(2, itertools.tee([1, 1, 2, 1, 2])[0])),
     lambda: itertools.repeat(1, 3),
     lambda: itertools.chain([1], [1, 2]),
     lambda: map(float, [1, 1, 2]),
@@ -470,3 +539,40 @@ def test_what_stands_for_what_is_no_more_is_let_be(of: Callable[[], Any]) -> Non
 def test_what_stands_for_nothing_may_be_copied() -> None:
     unset = Unset(Name("attribute", ("aux",), "the model"), NOTHING)
     assert copy.deepcopy(unset).before is NOTHING
+
+
+def test_whole_numbers_are_followed() -> None:
+    """What is made of a number that is followed is what is made of a plain one, and what is asked of it is noted."""
+    trial = Trial(3)
+    number = trial.counted(lambda call: 10 * call)
+    made = [number + 1, 1 + number, 2**number, number**2, 7 % number, -number, number // 4, divmod(number, 7), ~number]
+    assert made == [31, 31, 2**30, 900, 7, -30, 7, (4, 2), -31]
+    assert copy.deepcopy(number) == 30
+    assert type(copy.deepcopy(number)) is int
+    assert f"{number} {number:04d}" == "30 0030"
+    assert (number == None, number != "30", number in (1, 30)) == (False, True, True)  # noqa: E711  # this is the case
+    assert torch.ones(()) * number == number * torch.ones(()) == torch.tensor(30.0)
+    for asks in (bool, int, float, hash, lambda it: it > 4, lambda it: it / 7, lambda it: 30 - it == 0):
+        other = Trial(3)
+        asks(other.counted(lambda call: 10 * call if call < 9 else 0))
+        assert [other.stands_for(call) for call in (3, 9)] == [True, False]
+    growing = Trial(3)
+    growing.follow_length(items := [1, 2])
+    with growing.lengths_followed():
+        assert (len(items) == 2, len([1])) == (True, 1)
+    assert (growing.stands_for(3), growing.stands_for(4)) == (True, False)
+    quiet = Trial(3)
+    assert quiet.counted(lambda call: call) + 1 is not None
+    assert quiet.stands_for(4)
+
+
+def test_calls_are_tried_that_no_trial_stands_for() -> None:
+    found = []
+    for trial in trials():
+        count = trial.counted(lambda call: call)
+        found.append(trial.call)
+        taken = count > 4 and count % 100 == 7
+    assert taken
+    assert found == [3, 5, 7]
+    assert [trial.call for trial in trials()] == [3], "without numbers to follow there is nothing to try"
+    assert len([hash(trial.counted(lambda call: call)) for trial in trials()]) == 6

@@ -20,6 +20,7 @@ from .attributes import Carried, assigned, carries_number, refuse_changed_tensor
 from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
 from .computation import compute_the_same
+from .counted import trials
 from .counting import CALLS, after_calls, is_out_of_range
 from .data_dependent import ReturnedExtentsError
 from .dense import refuse_state_not_dense
@@ -428,21 +429,34 @@ def _refuse_late_changes(left: Sequence[Beside], second: _Attempt, once: Callabl
     Args:
         left: by the first call, beside the model's attributes.
     """
+
+    def tried(late: Sequence[Beside]) -> tuple[bool, Exception | None]:
+        try:
+            # Nobody has asked for what such a call prints.
+            with found_beside(late), redirect_stdout(StringIO()):
+                return compute_the_same(second[2].graph, once()[2].graph), None
+        except Exception as error:  # whatever the user's code raises
+            return False, error
+
     for calls in CALLS:
         late = after_calls(left, second[0].beside, calls)
         if not late:
             return
-        try:
-            # Nobody has asked for what such a call prints.
-            with found_beside(late), redirect_stdout(StringIO()):
-                same = compute_the_same(second[2].graph, once()[2].graph)
-        except Exception as error:  # whatever the user's code raises
-            if not is_out_of_range(error):
-                raise late[0].refusal() from error
-            continue
+        same, error = tried(late)
+        if same:
+            break
+        if not is_out_of_range(error):
+            raise late[0].refusal() from error
+    for trial in trials():
+        late = after_calls(left, second[0].beside, trial.call, trial)
+        with trial.lengths_followed():
+            same, _ = tried(late)
         if not same:
-            raise late[0].refusal()
-        return
+            # Numbers that are followed may be others to the forward.
+            late = after_calls(left, second[0].beside, trial.call)
+            same, error = tried(late)
+            if not same and not is_out_of_range(error):
+                raise late[0].refusal() from error
 
 
 def _numbers_alone(traced: Trace) -> tuple[Carried, ...]:

@@ -107,6 +107,22 @@ class Container(Holder):
         fill(self.owner, [*contents.values()] if self.is_ordered else contents)
 
 
+class Array(Holder):
+    """The numbers of an array of NumPy."""
+
+    def name(self, of: Hashable) -> Name:
+        """What a number is called, by its place in the whole array."""
+        return self.called.item(of)
+
+    def contents(self) -> Contents:
+        """The numbers."""
+        return dict(enumerate(self.owner.ravel().tolist()))
+
+    def fill(self, contents: Contents) -> None:
+        """Leaves it with these numbers."""
+        self.owner.flat[:] = [*contents.values()]
+
+
 class Members(Holder):
     """An object with attributes."""
 

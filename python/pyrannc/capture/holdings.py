@@ -32,6 +32,12 @@ _WORKERS = (Tensor, nn.Module, ModuleType, FunctionType, Generator, Optimizer, L
 """What changes by itself, or is looked after elsewhere."""
 
 
+def is_array(value: Any) -> bool:
+    """True for an array of NumPy that has numbers; where nobody has imported NumPy there are none."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and is_of(value, numpy.ndarray) and value.dtype.kind in "biufc"
+
+
 class TooMuchError(Exception):
     """There is more to look at than is worth the time."""
 

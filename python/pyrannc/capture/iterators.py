@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import operator
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
@@ -15,6 +17,7 @@ from .holders import Name
 from .plain import same
 
 _OF_PYTHON = ("builtins", "itertools", "collections", "_collections")
+_KEEPING: tuple[type, ...] = (itertools.cycle, type(itertools.tee(())[0]))
 
 
 def is_iterator(value: Any) -> bool:
@@ -61,6 +64,18 @@ class Taking:
             )
 
 
+def _place(iterator: Any) -> Any:
+    """How far one has come that takes again what it has kept, where Python tells."""
+    if type(iterator) not in _KEEPING:
+        return None
+    with warnings.catch_warnings(), suppress(TypeError):
+        # From some version on it can no longer be asked, and says so before.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        made = iterator.__reduce__()
+        return operator.length_hint(made[1][0], -1) if type(iterator) is itertools.cycle else made[2][1]
+    return None
+
+
 def _state(iterator: Any) -> Iterator[Any]:
     """What differs once something has been taken; of the iterators behind it, too."""
     waiting, seen = [iterator], list[Any]()
@@ -70,7 +85,7 @@ def _state(iterator: Any) -> Iterator[Any]:
             continue
         seen.append(item)
         held = behind(item)
-        yield from (operator.length_hint(item, -1), *held)
+        yield from (operator.length_hint(item, -1), _place(item), *held)
         if isinstance(item, GeneratorType) and item.gi_frame is not None:
             yield item.gi_frame.f_lasti
         elif isinstance(item, itertools.count):

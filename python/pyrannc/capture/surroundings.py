@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from .absent import Absent
 from .bound import bound_to
 from .containers import CONTAINERS, content
-from .holders import Cell, Container, Holder, Members, Name, OfClass, Variables
-from .holdings import LRU_CACHE, SCALARS, is_filled, is_own, is_record, is_users_own, names_in
+from .holders import Array, Cell, Container, Holder, Members, Name, OfClass, Variables
+from .holdings import LRU_CACHE, SCALARS, is_array, is_filled, is_own, is_record, is_users_own, names_in
 from .iterators import behind, is_iterator
 from .kinds import is_of
 from .left import Unset
@@ -121,6 +121,10 @@ class Surroundings:
             return self._of_function(value)
         if isinstance(value, type):
             return self._of_class(value)
+        if is_array(value):
+            # What cannot be written, nobody changes.
+            self.holders += [Array(value, called)] if value.size <= _MOST_ITEMS and value.flags.writeable else []
+            return []
         if isinstance(value, nn.Module):
             return self._of_stranger(value, called)
         return self._of_object(value, called)

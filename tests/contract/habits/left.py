@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ PENALTIES: list[Any] = []
 METRICS: dict[str, Any] = {}
 MASKS: dict[int, Tensor] = {}
 COUNTS = {"calls": 0, "rows": 0}
+COUNTED = np.zeros(2)
 
 
 class _Leaves(Chain):
@@ -301,6 +303,44 @@ def counter_of_a_warm_up(job: Job) -> None:
     _warmed_up(job, calls)
 
 
+@refused("CaptureError", "counts from call to call.*holder.count", instead="keep it in a buffer")
+def counter_with_a_period(job: Job) -> None:
+    """The forward counts its calls in a helper object, and goes another way in some of them: `count % 4 == 3`."""
+    holder = SimpleNamespace(count=0)
+
+    def calls() -> int:
+        holder.count += 1
+        return 4 if holder.count % 4 == 3 else 1
+
+    _warmed_up(job, calls)
+
+
+@equal(note="nothing is logged by captured calls, which do not run the forward")
+def log_with_a_period(job: Job) -> None:
+    """The forward counts its calls in a helper object, and writes a log in some of them."""
+    holder = SimpleNamespace(count=0, told=0)
+
+    def calls() -> int:
+        holder.count += 1
+        if holder.count % 4 == 3:
+            holder.told += 1
+        return 1
+
+    _warmed_up(job, calls)
+
+
+@refused("CaptureError", r"counts from call to call.*COUNTED\[0\]", instead="keep it in a buffer")
+def counter_in_an_array(job: Job) -> None:
+    """The same after many calls that are counted in an array of NumPy."""
+    COUNTED[0] = 0
+
+    def calls() -> int:
+        COUNTED[0] += 1
+        return int(COUNTED[0])
+
+    _warmed_up(job, calls)
+
+
 @refused("CaptureError", "counts from call to call.*__defaults__", instead="keep it in a buffer")
 def default_argument_that_grows(job: Job) -> None:
     """The forward appends to a list that is a default argument (`seen=[]`), and goes another way once it is long."""
@@ -317,6 +357,15 @@ def next_of_an_iterator(job: Job) -> None:
     """The forward takes what comes next from an iterator or a generator that the model has: `next(self.ids)`."""
     ids = itertools.count()
     _warmed_up(job, lambda: next(ids))
+
+
+@refused("CaptureError", 'takes what comes next from an iterator.*"ways"', instead="pass it as an argument")
+def next_of_a_cycle(job: Job) -> None:
+    """The same of `itertools.cycle`, which has been round before the first call."""
+    ways = itertools.cycle([1, 1, 1, 4])
+    for _ in range(5):
+        next(ways)
+    _warmed_up(job, lambda: next(ways))
 
 
 @equal()
