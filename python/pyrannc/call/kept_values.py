@@ -11,6 +11,7 @@ from typing import Any
 from pyrannc.capture.absent import Absent
 from pyrannc.capture.holdings import SCALARS
 from pyrannc.capture.kinds import is_of
+from pyrannc.capture.references import REFERENCES, referent
 
 WATCHED_ITEMS = 4096
 """Longer containers are watched by identity and length only."""
@@ -27,6 +28,8 @@ def kept(value: Any) -> Any:
     """What a later value is compared with."""
     if is_of(value, _CONTAINERS):
         return _copied(value, {})
+    if is_of(value, REFERENCES):
+        return value if referent(value) is None else _Live(value)
     # Where nobody has imported NumPy there are none of its arrays.
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and is_of(value, numpy.ndarray)
@@ -97,6 +100,21 @@ def _types_in(value: Any, depth: int = 3) -> Any:
         return kind
     items = [_types_in(item, depth - 1) for item in _items(value)]
     return [kind, *items] if any(item in NUMBERS or isinstance(item, list) for item in items) else kind
+
+
+class _Live:
+    """Equals one weak reference or proxy for as long as it stands for something."""
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def __eq__(self, other: object) -> bool:
+        mine = referent(self._reference)
+        # In the place of a proxy, the object itself is compared.
+        return mine is not None and (other is self._reference or other is mine)
+
+    def __hash__(self) -> int:
+        return id(self._reference)
 
 
 class _SameNumbers:

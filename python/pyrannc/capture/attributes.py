@@ -29,6 +29,7 @@ from .new_tree import Left
 from .operands import arguments, mutated_arguments
 from .ops import aliased_arguments, may_return_view
 from .plain import PLAIN, is_plain
+from .references import referents_in
 from .source import Place, SourceTracker, belongs_to_user
 from .torch_internals.modules import attribute_access
 from .torch_internals.operators import OpOverload, schema
@@ -257,7 +258,8 @@ class AttributeLog:
             if is_read and module in modules
         ]
         own = [function for attribute in read for function in _functions(attribute)]
-        found = GlobalReads(self._tracker.codes, own)
+        held = [vars(attribute.module).get(attribute.name) for attribute in read]
+        found = GlobalReads(self._tracker.codes, own, referents_in(held))
         strangers = [*self._tracker.strangers.values()]
         beside = self.beside.unset, self.beside.cached, self.beside.unseen
         return PythonState(read, self.written, *beside, [*found], strangers, grad_mode)

@@ -16,6 +16,7 @@ from torch import nn
 
 from .holdings import LRU_CACHE, SCALARS, Slots, cells_of, is_own, is_record, is_users_own
 from .kinds import is_of
+from .references import REFERENCES, referent
 from .source import belongs_to_user
 
 GlobalRead: TypeAlias = tuple[Mapping[str, Any], str]
@@ -128,6 +129,7 @@ class GlobalReads:
         waiting, seen = deque(self._handed_on.values()), set[int]()
         while waiting and len(seen) < _MOST_VALUES:
             value = waiting.popleft()
+            value = referent(value) if is_of(value, REFERENCES) else value
             if is_of(value, SCALARS) or id(value) in seen:
                 continue
             seen.add(id(value))

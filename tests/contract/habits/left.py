@@ -397,6 +397,21 @@ def proxy_of_what_is_no_more(job: Job) -> None:
     learn_around(job, Returns(net, F.mse_loss), lambda model: None)
 
 
+@equal()
+def trainer_by_a_proxy(job: Job) -> None:
+    """The model reads a setting of its trainer by a `weakref.proxy` or a `weakref.ref`, which the script changes."""
+    trainer, net = _Holder(), _Leaves(lambda net, aux: None)
+    trainer.aux, net.aux, net.holder.aux = 1.0, weakref.proxy(trainer), weakref.ref(trainer)
+
+    def result(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y * net.aux.aux + net.holder.aux().aux, target)
+
+    def change(_: nn.Module) -> None:
+        trainer.aux = 0.5
+
+    learn_around(job, Returns(net, result), change)
+
+
 @refused("CaptureError", "earlier call of the model has left.*METRICS", instead="keep it in a buffer")
 def running_mean_in_a_global(job: Job) -> None:
     """The forward advances a mean in a global dict: `METRICS["mean"] = 0.9 * METRICS.get("mean", 0.0) + ...`."""
