@@ -230,6 +230,12 @@ class DividesByNorm(SumsGradients):
         return gradients[0] / float(gradients[0].norm())
 
 
+class SumsOfNothing(SumsGradients):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ArithmeticError("only the gradients of a step will do")
+
+
 NORMS = Norms()
 
 
@@ -255,6 +261,20 @@ BACKWARDS: dict[Callable[[Tensor], Any], str] = {
 
 def refusals_of_backwards() -> list[str]:
     return [*map(refusal, BACKWARDS), refusal(notes_in_a_hook), refusal(DividesByNorm.apply), *map(str, NORMS)]
+
+
+WHOLE = (SumsGradients.apply, SumsGradientsByOverload.apply)
+
+
+def refusals_of_whole_parts() -> list[str]:
+    return [refusal(function, whole=True) for function in (*WHOLE, DividesByNorm.apply, SumsOfNothing.apply)]
+
+
+def test_backwards_of_what_stays_whole_are_refused_likewise(ranks: Ranks) -> None:
+    for messages in ranks(2).run(refusals_of_whole_parts, timeout_s=30):
+        for message, function in zip(messages, WHOLE, strict=False):
+            assert BACKWARDS[function] in message
+        assert messages[len(WHOLE) :] == ["", ""]
 
 
 def test_backwards_that_see_other_ranks_are_refused(ranks: Ranks) -> None:

@@ -32,6 +32,7 @@ from .torch_internals.tensors import TorchDispatchMode, pytree, version
 from .torch_internals.tracing import current_tracer, proxy_of
 from .unknown_lists import has_lists, shared_structure, without_unknown
 from .untraceable import UntraceableError
+from .untraced_backwards import backwards_tried
 
 
 @dataclass(frozen=True)
@@ -394,7 +395,8 @@ class _Runs:
         given, count = self._copies(tensors), len(self._names)
         before, state = [version(item) for item in given], _generators()
         with trial_draws(len(self._forms)) as drew, torch.set_grad_enabled(self._grad_enabled), _Used() as seen:
-            made, output = self._call(given)
+            with backwards_tried():
+                made, output = self._call(given)
             self._draws_elsewhere |= drew()
         if self.generators.go_on(seen.generators):
             raise refused_draws(Place(self._part.path), "draws random numbers from a torch.Generator of its own")

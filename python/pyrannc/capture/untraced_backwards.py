@@ -1,9 +1,10 @@
-"""Backwards of custom autograd functions and hooks of gradients: no trace runs them, so they are tried without data."""
+"""Backwards of custom autograd functions and hooks of gradients: no trace runs them, so they are tried."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrannc.errors import CaptureError
+
 from .as_one_process import as_one_process
 from .chance import other_generators_restored, torch_draws
 from .source import SourceTracker
-from .torch_internals.patching import several_ranks
+from .torch_internals.patching import functions_applied_by, several_ranks
 from .torch_internals.tensors import pytree
 
 
@@ -58,6 +61,30 @@ class UntracedBackwards:
     def _note(self, trial: Callable[[], Any]) -> None:
         if several_ranks():
             self._trials.append(trial)
+
+
+@contextmanager
+def backwards_tried() -> Iterator[None]:
+    """While active, the backward of each custom autograd function runs right behind it, if it can.
+
+    Raises:
+        CaptureError: one of them counts the ranks or talks with them.
+    """
+    own = threading.get_ident()
+
+    def apply(original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        made = original(function, *args, **kwargs)
+        if threading.get_ident() == own and torch.is_grad_enabled():
+            try:
+                _differentiate(_with_gradients(pytree.tree_leaves(made)), _with_gradients(args))
+            except CaptureError:
+                raise
+            except Exception:  # gradients of zeros may be none for it
+                return made
+        return made
+
+    with functions_applied_by(apply) if several_ranks() else nullcontext():
+        yield
 
 
 def _with_gradients(items: Sequence[Any]) -> list[Tensor]:
