@@ -107,6 +107,19 @@ def test_StorageWeakRef() -> None:
     assert weak.expired()
 
 
+def test_refuse_reading() -> None:
+    tensor = torch.ones(())
+    tensors.refuse_reading(tensor, "it is elsewhere")
+    param = nn.Parameter(torch.ones(2, 3))
+    param.data = tensor.expand(2, 3)
+    assert (param.shape, param.data[0].shape, param.device.type) == ((2, 3), (3,), "cpu")
+    for call in (torch.tensor, torch.sum, torch.neg, Tensor.data_ptr, torch.vmap(torch.sum)):
+        with pytest.raises(RuntimeError, match=r"^it is elsewhere"):
+            call(param)
+    param.data = torch.ones(2, 3)
+    assert param.sum() == 6
+
+
 def test_storage_address() -> None:
     mode = fake_mode()
     with mode:

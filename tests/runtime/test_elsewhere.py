@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from pyrannc.errors import RaNNCError
 from pyrannc.store.elsewhere import bring_here, is_elsewhere, send_away
+from pyrannc.store.spread_tensor import spread_param
 
 CPU = torch.device("cpu")
 REAL = torch.ones(4, 3)
@@ -86,6 +87,48 @@ def test_what_reads_contents_is_refused(name: str) -> None:
     net = half_model()
     with pytest.raises(RaNNCError, match=r"on rank.* 1.*not on rank 0.*Use model\.(state_dict|get_param)"):
         READING[name](net, net[0].weight)
+
+
+def summed(x: Tensor) -> Tensor:
+    return x.sum()
+
+
+ROUND_THE_GUARD: dict[str, Callable[[Any], Any]] = {
+    "tensor": torch.tensor,
+    "tensor of a row": lambda tensor: torch.tensor([tensor.view(-1)[0]]),
+    "Tensor": lambda tensor: torch.Tensor(tensor) + 1,
+    "as_tensor": lambda tensor: torch.as_tensor(tensor, dtype=torch.float64),
+    "new_tensor": lambda tensor: torch.ones(1).new_tensor(tensor),
+    "as_subclass": lambda tensor: tensor.as_subclass(Tensor) + 1,
+    "vmap": torch.vmap(summed),
+    "vjp": lambda tensor: torch.func.vjp(summed, tensor),
+    "functionalize": torch.func.functionalize(summed),
+    "scripted": lambda tensor: torch.jit.script(summed)(tensor),
+    "traced": lambda tensor: torch.jit.trace(summed, torch.ones(4, 3))(tensor),
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "set_": lambda tensor: torch.ones(1).set_(tensor) + 1,
+    "nested": lambda tensor: torch.nested.nested_tensor([tensor]),
+    "a number of it": lambda tensor: torch.full((2,), tensor.view(-1)[0]),
+    "data of another": lambda tensor: swapped(REAL.clone(), tensor) + 1,
+    "gradient of an output": lambda tensor: torch.autograd.grad(2 * LEAF, LEAF, tensor)[0] + 1,
+    "address": lambda tensor: tensor.__cuda_array_interface__,
+}
+LEAF = torch.ones(4, 3, requires_grad=True)
+
+
+def swapped(tensor: Tensor, other: Tensor) -> Tensor:
+    tensor.data = other
+    return tensor
+
+
+@pytest.mark.parametrize("name", ROUND_THE_GUARD)
+def test_what_goes_round_the_guard_is_refused(name: str) -> None:
+    weight = half_model()[0].weight
+    divided = nn.Parameter(torch.ones(4, 3))
+    spread_param(divided, "0.weight", (0, 1), torch.ones(6), 0)
+    for tensor, told in ((weight, "state_dict"), (weight.grad, "get_param_grad"), (divided, "state_dict")):
+        with pytest.raises(RuntimeError, match=rf'"0\.weight" is .*cannot read it here. Use model\.{told}'):
+            ROUND_THE_GUARD[name](tensor)
 
 
 SENDING: dict[str, Callable[[Any], Any]] = {
@@ -211,6 +254,7 @@ ALLOWED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "zeros_like": (lambda net, weight: tuple(torch.zeros_like(weight).mul_(0.9).add_(weight.grad).shape), (4, 3)),
     "copies of gradients": (lambda net, weight: is_elsewhere(weight.grad.detach().clone().contiguous()), True),
     "contiguous": (lambda net, weight: weight.contiguous() is weight, True),
+    "detach_": (lambda net, weight: weight.grad.detach_() is weight.grad, True),
     "put in place": (lambda net, weight: torch.nan_to_num(weight.grad, out=weight.grad) is weight.grad, True),
     "put out": (lambda net, weight: torch.add(weight.data, 1.0, out=weight.grad) is weight.grad, True),
     "requires_grad_": (lambda net, weight: net.requires_grad_(False)[0].weight.grad, None),

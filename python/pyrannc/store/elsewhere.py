@@ -6,11 +6,10 @@ optimizer by hand, is done by the ranks that hold the parameter, and is nothing 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.torch_internals.patching import CHECKS_OF_SENT, GROUP_METHODS, PatchPoint
-from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree, refuse_reading
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
 from pyrannc.store.held_by_some import held_by_some
@@ -61,7 +60,11 @@ class Home:
 
     def refuse(self, asked: str) -> NoReturn:
         """Raises what a script gets that reads contents."""
-        raise RaNNCError(f"{self}, so {asked} cannot read it here. {self._instead}")
+        raise RaNNCError(self.why_not(asked))
+
+    def why_not(self, asked: str) -> str:
+        """Why contents cannot be read, and what to do instead."""
+        return f"{self}, so {asked} cannot read it here. {self._instead}"
 
     def refuse_differentiating(self) -> NoReturn:
         """Raises what a script gets that asks ``torch.autograd.grad`` for the gradient."""
@@ -193,22 +196,24 @@ def guard(tensor: Tensor, home: Home, kind: type[ElsewhereParameter] | type[Else
     """Frees a tensor, and guards it; the object stays the same."""
     _watch_sending()
     tensor.grad = None
-    tensor.data = _blank(tensor, home.device)
+    tensor.data = _blank(home, tensor.shape, tensor.dtype, process.get_rank())
     tensor._home = home  # type: ignore[attr-defined]  # of the class it gets
     tensor.__class__ = kind
 
 
-def _blank(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of one element in memory, which code that goes round the guard will not take for a result."""
-    return _nothing(like.dtype, device).expand(like.shape)
+@lru_cache(maxsize=2048)
+def _blank(home: Home, shape: torch.Size, dtype: torch.dtype, rank: int) -> ElsewhereTensor:
+    """What has no memory, kept for the next step. Code that goes round the guard, as scripted functions do, is told so.
 
-
-@cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    Args:
+        rank: this one, which stands in what is told.
+    """
     with torch.inference_mode(False):
-        return torch.full(
-            (), math.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device
-        )
+        made: Any = torch.empty_strided(shape, [0] * len(shape), dtype=dtype, device=home.device)
+    refuse_reading(made, home.why_not("this code"))
+    made._home = home
+    made.__class__ = ElsewhereTensor
+    return made  # type: ignore[no-any-return]  # of the class it got
 
 
 def bring_here(tensor: Tensor, contents: Tensor) -> None:
@@ -313,6 +318,8 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func is torch.autograd.grad:
             home.refuse_differentiating()
         home.refuse(_title(name))
+    if stays_itself(name, first, args, kwargs):
+        return first
     if name in OF_AUTOGRAD:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -322,8 +329,6 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(first.stand_in(), *args[1:], **kwargs)
     if name in DRAWN:
         return _drawn(func, first, args, kwargs)
-    if stays_itself(name, first, args, kwargs):
-        return first
     if name == "data.set":
         note_changed(func, name, args, kwargs)
         return None
@@ -432,6 +437,8 @@ def _covered(name: str, source: Guarded) -> str:
 
 def stays_itself(name: str, source: Guarded, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True for what gives its argument back, as ``contiguous()`` of what is so."""
+    if name == "detach_" and isinstance(source, ElsewhereTensor):
+        return True
     return name == "contiguous" and source.stand_in().is_contiguous(*args[1:], **kwargs)
 
 
@@ -477,7 +484,7 @@ def _value(made: Any, home: Home) -> Any:
 def made_elsewhere(like: Tensor, home: Home, kind: type[Made]) -> Made:
     """A guarded tensor of the form of another."""
     _watch_sending()
-    found = _blank(like, home.device).as_subclass(kind)
+    found = _blank(home, like.shape, like.dtype, process.get_rank()).as_subclass(kind)
     found._home = replace(home, strides=like.stride())
     return found
 
@@ -486,7 +493,10 @@ def function_name(func: Any) -> str:
     """The function as torch calls it; ``shape.get`` is what reads the attribute ``shape``."""
     name: str = getattr(func, "__name__", str(func))
     access = {"__get__": "get", "__set__": "set", "__delete__": "delete"}.get(name)
-    return name if access is None else f"{func.__self__.__name__}.{access}"
+    if access is None:
+        return name
+    of: Any = getattr(func.__self__, "fget", func.__self__)
+    return f"{of.__name__}.{access}"
 
 
 def is_sending(func: Any) -> bool:

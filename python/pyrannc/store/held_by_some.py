@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job import process
 
@@ -53,8 +54,12 @@ def held_by_some(tensor: Tensor) -> HeldBySome | None:
     with DisableTorchFunctionSubclass():
         for model in _models:
             for name, own in model.tensors():
-                is_own = own.data_ptr() == place
-                if is_own or ((grad := own.grad) is not None and grad.data_ptr() == place):
+                is_own = _begins_at(own, place)
+                if is_own or _begins_at(own.grad, place):
                     ranks = model.holders.get(name, ())
                     return HeldBySome(name, ranks, not is_own) if 0 < len(ranks) < everyone else None
     return None
+
+
+def _begins_at(tensor: Tensor | None, place: int) -> bool:
+    return tensor is not None and not isinstance(tensor, Lacking) and tensor.data_ptr() == place

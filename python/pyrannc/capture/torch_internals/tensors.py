@@ -58,6 +58,11 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def refuse_reading(tensor: Tensor, told: str) -> None:
+    """Frees a tensor's memory; whatever looks for it from now on raises RuntimeError with these words. Public: none."""
+    torch._C._set_storage_data_ptr_access_error_msg(storage_address(tensor.untyped_storage()), told)
+
+
 def is_dense(tensor: Tensor) -> bool:
     """True for a tensor whose elements lie side by side, in whatever order. Public: none."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
