@@ -71,6 +71,34 @@ def test_an_optimizer_is_freed_to_which_its_parameters_lead(ranks: Callable[[int
     assert ranks(2).run(alive_with_divided_parameters, env=env) == [[False] * 3] * 2
 
 
+def told_of_further_optimizers(dropped: bool) -> list[int]:
+    """How many numbers a call compares, as a script makes an optimizer for each step."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    wrapped = pyrannc.RaNNCModule(model)
+    made, found = [], []
+    for step in range(30):
+        wrapped.zero_grad()
+        wrapped(torch.ones(4, 8)).square().mean().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer.step()
+        if not dropped:
+            made.append(optimizer)
+        del optimizer
+        # Each rank collects at a time of its own.
+        if step % (2 + process.get_rank()) == 0:
+            gc.collect()
+        found.append(len(wrapped._agreement.hyper_parameters.fingerprints()))
+    return found
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_optimizers_that_no_rank_has_any_more_are_forgotten(ranks: Callable[[int], RankPool], dropped: bool) -> None:
+    one, other = ranks(2).run(told_of_further_optimizers, dropped, env=TWO_STAGES)
+    assert one == other
+    each = one[1] - one[0]
+    assert max(one) <= 17 * each if dropped else one[-1] == 30 * each
+
+
 def gloo_workers() -> int:
     """Threads of this process that serve Gloo's communicators."""
     names = [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").glob("*")]

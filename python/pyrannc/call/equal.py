@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -45,15 +46,19 @@ class HyperParameters:
     def __init__(self, optimizer: Optimizer | None, course: Callable[[Optimizer], Course]) -> None:
         self._course = course
         self._read = [] if optimizer is None else [_Read(optimizer, course(optimizer), "the optimizer")]
+        self._numbers = itertools.count(len(self._read))
         self._left_out: frozenset[str] = frozenset()
 
     def watch(self, optimizer: Optimizer) -> None:
         """From now on another optimizer counts too. All ranks call it."""
         if not any(read.is_of(optimizer) for read in self._read):
-            words = (
-                f"{type(optimizer).__name__}, an optimizer that RaNNCModule was not given (number {len(self._read)}),"
-            )
+            number = next(self._numbers)
+            words = f"{type(optimizer).__name__}, an optimizer that RaNNCModule was not given (number {number}),"
             self._read.append(_Read(optimizer, self._course(optimizer), words))
+
+    def forget(self, course: Course) -> None:
+        """No rank has the optimizer of this course any more. All ranks call it."""
+        self._read = [read for read in self._read if read.course is not course]
 
     def fingerprints(self) -> list[Fingerprint]:
         """Each that is a Python value, and the number of calls."""
@@ -73,7 +78,8 @@ class _Read:
 
     def __init__(self, optimizer: Optimizer, course: Course, words: str) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._course = course
+        self._groups = optimizer.param_groups
+        self.course = course
         self._words = words
         self._seen: list[list[tuple[str, Any]]] = []
         self._found: list[Fingerprint] = []
@@ -83,9 +89,10 @@ class _Read:
 
     def fingerprints(self, left_out: frozenset[str]) -> list[Fingerprint]:
         optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        now = [[(name, _value(group[name])) for name in group if name not in _OF_RANKS] for group in groups]
-        if optimizer is not None and not _equal(now, self._seen):
+        if optimizer is not None:
+            self._groups = optimizer.param_groups
+        now = [[(name, _value(group[name])) for name in group if name not in _OF_RANKS] for group in self._groups]
+        if not _equal(now, self._seen):
             self._seen = now
             self._found = [
                 (self._of_group(name, place), zlib.crc32(repr(value).encode()))
@@ -94,12 +101,11 @@ class _Read:
                 if isinstance(value, (bool, int, float, str, type(None), tuple))
             ]
         found = [(words, number) for words, number in self._found if words not in left_out] if left_out else self._found
-        return [*found, *((f"{words} of {self._words}", number) for words, number in self._course.told())]
+        return [*found, *((f"{words} of {self._words}", number) for words, number in self.course.told())]
 
     def set_by_steps(self) -> Iterator[str]:
-        optimizer = self._optimizer()
-        for place in range(0 if optimizer is None else len(optimizer.param_groups)):
-            for name in self._course.set_by_steps:
+        for place in range(len(self._groups)):
+            for name in self.course.set_by_steps:
                 yield self._of_group(name, place)
 
     def _of_group(self, name: str, place: int) -> str:

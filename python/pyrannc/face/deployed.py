@@ -163,6 +163,7 @@ class DeployedModel(StateOfModel):
             self.optimizer,
             self._agreement.drift.watch_other,
             self._agreement.hyper_parameters.watch,
+            self._agreement.hyper_parameters.forget,
             lambda: deployment.gradients.pending,
         )
         if process.get_rank() == 0:

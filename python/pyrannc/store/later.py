@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,23 @@ from pyrannc.store.store import ParamStore
 from pyrannc.store.unscale import refuse_unsummed, watch_pending
 
 _watching: weakref.WeakSet[LaterOptimizers] = weakref.WeakSet()
+_FEW = 8
+"""So many optimizers are kept in mind whether they are still there or not."""
+
+
+@dataclass(frozen=True)
+class _Narrowed:
+    """An optimizer that has stepped, on all ranks.
+
+    Attributes:
+        found: the optimizer keeps it alive.
+        course: its own.
+        cleared_with_model: it has parameters of the model alone.
+    """
+
+    found: weakref.ref[UserOptimizer]
+    course: Course
+    cleared_with_model: bool
 
 
 class LaterOptimizers:
@@ -32,6 +50,7 @@ class LaterOptimizers:
         known: the optimizer that is narrowed already.
         see_other: is given those that have no parameters of a wrapped model.
         watch: is given those that are narrowed, on all ranks.
+        forget: is given the courses of those that no rank has any more, on all ranks.
         is_pending: true while ranks have not summed the model's gradients.
     """
 
@@ -41,16 +60,18 @@ class LaterOptimizers:
         known: Optimizer | None,
         see_other: Callable[[Optimizer], None],
         watch: Callable[[Optimizer], None],
+        forget: Callable[[Course], None],
         is_pending: Callable[[], bool],
     ) -> None:
         self._store = store
         self._params = set(map(id, store.params.values()))
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet([known] if known is not None else [])
-        self._narrowed: list[weakref.ref[UserOptimizer]] = []
-        # An optimizer that the script has dropped may still be there on other ranks, so these stay.
-        self._cleared_with_model: list[Course] = []
+        # An optimizer that the script has dropped may still be there on other ranks.
+        self._narrowed: list[_Narrowed] = []
+        self._many = _FEW
         self._see_other = see_other
         self._watch = watch
+        self._forget = forget
         self._is_pending = is_pending
         watch_pending(self)
         _watch_steps()
@@ -71,14 +92,28 @@ class LaterOptimizers:
             found = UserOptimizer.of(optimizer)
             with collective("optimizer.step()"):
                 found.narrow(self._store)
+                self._forget_gone()
             self._refuse_beside(found)
             self._watch(optimizer)
-            if self._params.issuperset(found.listed_ids()):
-                self._cleared_with_model.append(course_of(optimizer))
-            # The optimizer keeps it alive.
-            self._narrowed.append(weakref.ref(found))
+            is_all = self._params.issuperset(found.listed_ids())
+            self._narrowed.append(_Narrowed(weakref.ref(found), course_of(optimizer), is_all))
         elif not UserOptimizer.is_one_of(optimizer) and not any(other._has_some_of(optimizer) for other in _watching):
             self._see_other(optimizer)
+
+    def _forget_gone(self) -> None:
+        """Lets go of what no rank has any more, unless ranks have called it differently, which the next call tells.
+
+        All ranks call it.
+        """
+        if len(self._narrowed) < self._many:
+            return
+        own = {place: each.course.told() for place, each in enumerate(self._narrowed) if each.found() is None}
+        everyone: list[dict[int, list[tuple[str, int]]]] = agree.gather_objects(own)
+        gone = {place for place, told in own.items() if all(other.get(place) == told for other in everyone)}
+        for place in gone:
+            self._forget(self._narrowed[place].course)
+        self._narrowed = [each for place, each in enumerate(self._narrowed) if place not in gone]
+        self._many = max(_FEW, 2 * len(self._narrowed))
 
     def _refuse_beside(self, optimizer: UserOptimizer) -> None:
         """Raises where it trains what is beside the model: ranks have averaged no gradients of that."""
@@ -112,12 +147,13 @@ class LaterOptimizers:
 
     def note_clear(self) -> None:
         """The model's gradients are cleared, and with them all of those that have no others."""
-        for course in self._cleared_with_model:
-            course.clear()
+        for each in self._narrowed:
+            if each.cleared_with_model:
+                each.course.clear()
 
     def widen(self) -> None:
         """Gives them their parameters back, with the state of all ranks. All ranks call it."""
-        alive = [(number, found) for number, ref in enumerate(self._narrowed) if (found := ref()) is not None]
+        alive = [(number, found) for number, each in enumerate(self._narrowed) if (found := each.found()) is not None]
         everywhere = set.intersection(*map(set, agree.gather_objects([number for number, _ in alive])))
         for number, narrowed in alive:
             if number in everywhere:
