@@ -182,6 +182,106 @@ def gradients_of_the_model_cleared_on_one_rank(job: Job) -> None:
     _clear_on_one_rank(job, lambda model, optimizer: model.zero_grad())
 
 
+def _let_go(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+_DECIDE = "decide by what is equal on all ranks"
+
+
+@refused("MismatchError", "let go", "param.grad = None", settings=_CLEARED, instead=_DECIDE)
+def gradients_let_go_on_one_rank(job: Job) -> None:
+    """Gradients of several backwards add up, and one rank sets `param.grad = None` between them."""
+    _clear_on_one_rank(job, lambda model, optimizer: _let_go(model))
+
+
+@refused("MismatchError", "let go", "param.grad = None", settings=_CLEARED, instead=_DECIDE)
+def gradients_let_go_before_a_step_on_one_rank(job: Job) -> None:
+    """One rank sets `param.grad = None` before a step, as after a loss of its own rows that is not finite."""
+    net = chain_with_loss()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(*job.batch(pairs, step)).backward()
+        if job.rank == 1 and step == 1:
+            del net.net.head.weight.grad
+        optimizer.step()
+
+
+@refused("MismatchError", "let go", "model.zero_grad()", settings=_CLEARED, instead=_DECIDE)
+def gradients_cleared_on_one_rank_before_a_further_optimizer(job: Job) -> None:
+    """One rank calls `model.zero_grad()` between backwards, before any optimizer has stepped."""
+    model = job.wrap(chain_with_loss())
+    for step in range(3):
+        model(*job.batch(pairs, step)).backward()
+        if job.rank == 1 and step == 0:
+            model.zero_grad()
+
+
+@equal(settings=_CLEARED)
+def gradients_let_go_by_hand(job: Job) -> None:
+    """`for param in model.parameters(): param.grad = None` before each backward, once for half of the model only."""
+    net = chain_with_loss()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(4):
+        loss = model(*job.batch(pairs, step))
+        _let_go(net.net.layers if step == 2 else model)
+        loss.backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+class _TwoHeads(nn.Module):
+    """Of two heads a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = chain_with_loss(), chain_with_loss()
+
+    def forward(self, x: Tensor, target: Tensor, both: bool) -> Tensor:
+        loss: Tensor = self.first(x, target)
+        return loss + self.second(x, target) if both else loss
+
+
+@equal(settings=_CLEARED)
+def gradients_let_go_that_were_none(job: Job) -> None:
+    """The same of a model of which a call uses a part, so that other parameters have no gradients."""
+    net = _TwoHeads()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step, both in enumerate((True, False, False, True)):
+        _let_go(model)
+        model(*job.batch(pairs, step), both).backward()
+        if step == 1:
+            _let_go(model.second)
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+@equal(settings=_CLEARED[:2], note="where gradients are whole")
+def gradients_put_aside_by_hand(job: Job) -> None:
+    """The gradients of two losses are kept aside, with `param.grad = None` between, and their mean is put back."""
+    net = chain_with_loss()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(0, 4, 2):
+        kept = []
+        for part in (step, step + 1):
+            _let_go(model)
+            model(*job.batch(pairs, part)).backward()
+            kept.append([param.grad.clone() for param in net.parameters() if param.grad is not None])
+        _let_go(model)
+        for param, one, other in zip(net.parameters(), *kept, strict=True):
+            param.grad = (one + other) / 2
+        optimizer.step()
+    job.state(model)
+
+
 def _trained_by_another(job: Job) -> tuple[Any, SGD]:
     """A model, after a step of an optimizer that it was not given."""
     net = chain_with_loss()
