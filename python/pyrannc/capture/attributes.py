@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -69,7 +69,7 @@ class _Kept:
         for name, held in self.contents.items():
             fill(self.attributes[name], held)
 
-    def changed(self) -> Iterator[tuple[str, Any]]:
+    def changed(self) -> Iterator[PlainChange]:
         """Attributes that are not what they were, with what they are."""
         now = vars(self.module)
         for name, value in now.items():
@@ -81,7 +81,32 @@ class _Kept:
             else:
                 same = _same(before, value)
             if not same:
-                yield name, value
+                yield PlainChange(name, value, before is value)
+
+
+class PlainChange(NamedTuple):
+    """An attribute that has changed.
+
+    Attributes:
+        name: of it.
+        value: what it is now.
+        in_place: it is the same container, with other items.
+    """
+
+    name: str
+    value: Any
+    in_place: bool
+
+    def do_to(self, module: nn.Module) -> None:
+        """Does the same to a copy of the sub-module in another process."""
+        now = vars(module).get(self.name, _MISSING)
+        if _same(now, self.value):
+            return
+        if self.in_place and type(now) is type(self.value):
+            # The script may have it elsewhere too.
+            fill(now, content(self.value))
+        else:
+            vars(module)[self.name] = self.value
 
 
 _MISSING = object()
@@ -97,10 +122,10 @@ class PlainAttributes:
     def __init__(self, model: nn.Module) -> None:
         self._kept = [_kept(path, module) for path, module in model.named_modules()]
 
-    def changed(self) -> dict[str, dict[str, Any]]:
-        """Those that have changed since, with what they are, by path of the sub-module."""
-        found = {kept.path: {name: value for name, value in kept.changed() if is_plain(value)} for kept in self._kept}
-        return {path: values for path, values in found.items() if values}
+    def changed(self) -> dict[str, list[PlainChange]]:
+        """Those that have changed since, by path of the sub-module."""
+        found = {kept.path: [change for change in kept.changed() if is_plain(change.value)] for kept in self._kept}
+        return {path: changes for path, changes in found.items() if changes}
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -232,7 +257,7 @@ class AttributeLog:
         """
         self.beside.note(depends_on_data)
         for kept in self._kept:
-            for name, value in kept.changed():
+            for name, value, _ in kept.changed():
                 key = id(kept.module), name
                 attribute = Attribute(kept.module, kept.path, name, self._where.get(key))
                 if is_plain(value):

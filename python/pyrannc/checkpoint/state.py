@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from pyrannc.capture.attributes import PlainAttributes
+from pyrannc.capture.attributes import PlainAttributes, PlainChange
 from pyrannc.capture.torch_internals.modules import EXTRA_STATE, reparametrized
 from pyrannc.checkpoint.recording import recording
 from pyrannc.errors import RaNNCError
@@ -83,14 +83,14 @@ class _Loaded:
         error: what it raises.
         names: of the parameters and buffers that it sets.
         extra: what ``set_extra_state`` of sub-modules is called with, by path.
-        attributes: what else the model's own code has set while it was loaded, likewise, by name.
+        attributes: what else the model's own code has changed while it was loaded, likewise.
     """
 
     keys: Any = None
     error: str | None = None
     names: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    attributes: dict[str, list[PlainChange]] = field(default_factory=dict)
 
 
 def load_full_state_dict(
@@ -137,10 +137,11 @@ def load_full_state_dict(
     return loaded.keys
 
 
-def _set_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+def _set_attributes(model: nn.Module, attributes: Mapping[str, Sequence[PlainChange]]) -> None:
     """As rank 0's hooks have left them, which no other rank has run."""
-    for path, values in attributes.items():
-        vars(model.get_submodule(path)).update(values)
+    for path, changes in attributes.items():
+        for change in changes:
+            change.do_to(model.get_submodule(path))
 
 
 def _refuse_assign(assign: bool) -> None:

@@ -564,6 +564,40 @@ def _tell(module: nn.Module, state: dict[str, torch.Tensor], *_: Any) -> None:
     module.factor = float(state["net.head.bias"].sum())
 
 
+class _Configured(Returns):
+    """Multiplies by a setting, which it loads with its state."""
+
+    def __init__(self, settings: dict[str, float]) -> None:
+        super().__init__(Chain(), F.mse_loss)
+        self.settings = settings
+
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x, *rest) * self.settings["factor"]
+        return loss
+
+    def get_extra_state(self) -> dict[str, float]:
+        return dict(self.settings)
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.settings.update(state)
+
+
+@equal()
+def extra_state_in_settings_of_the_script(job: Job) -> None:
+    """`set_extra_state` fills a dict of settings that the script has too, and reads and changes afterwards."""
+    settings = {"factor": 1.0}
+    net = _Configured(settings)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    model.load_state_dict({**model.state_dict(), "_extra_state": {"factor": 2.0}})
+    job.same("settings", settings)
+    learn(job, model, optimizer, step=1)
+    settings["factor"] = 3.0
+    learn(job, model, optimizer, step=2)
+    job.state(model)
+
+
 @equal()
 def loaded_by_hooks(job: Job) -> None:
     """`load_state_dict` runs hooks of the model, or its own `_load_from_state_dict`, that set Python attributes."""
