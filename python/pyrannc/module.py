@@ -53,7 +53,7 @@ from pyrannc.runtime.givers import Leaves
 from pyrannc.runtime.step import Step, StepOptions
 from pyrannc.store.after_backward import CallOfBackward, finish_backward, note_share, watch_beside
 from pyrannc.store.optimizer import UserOptimizer
-from pyrannc.store.shared_params import refuse_deployed
+from pyrannc.store.shared_params import refuse_deployed, take_back_dropped
 from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
@@ -223,6 +223,7 @@ class RaNNCModule(DeployedModel):
         variant = call.variant
         if variant is None:
             if self._deployment is None:
+                take_back_dropped(self.model)
                 refuse_deployed(self.model, self._user_optimizer)
             keep_below(self._config.mem_limit_bytes, self.device)
             process.begin_connecting()

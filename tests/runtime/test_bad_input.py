@@ -502,6 +502,37 @@ def test_a_deployed_model_is_not_wrapped_again(env: dict[str, str], ranks: Ranks
     assert "still deployed by an earlier RaNNCModule: call undeploy() of that one" in text
 
 
+def wrapped_after_another(another_optimizer: bool, wrap: Callable[..., Any]) -> list[Tensor]:
+    """All parameters after two steps, of which another wrapper takes the second."""
+    torch.manual_seed(0)
+    model = Chain()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    module = None
+    for step in range(2):
+        if module is not None and process.get_rank() == 1:
+            # This rank keeps it until garbage is collected.
+            vars(module)["itself"] = module
+        del module
+        if step and another_optimizer:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        module = wrap(model, optimizer)
+        optimizer.zero_grad()
+        module(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+    return [*(module.state_dict(rank0_only=False) if module is not model else module.state_dict()).values()]
+
+
+@pytest.mark.parametrize("another_optimizer", [False, True])
+@pytest.mark.parametrize("env", [{"RANNC_PARTITION_NUM": "1"}, *IN_PARTS])
+def test_a_model_whose_module_is_gone_is_wrapped_again(
+    env: dict[str, str], another_optimizer: bool, ranks: Ranks
+) -> None:
+    expected = wrapped_after_another(another_optimizer, lambda model, optimizer: model)
+    for found in ranks(2).run(wrapped_after_another, another_optimizer, pyrannc.RaNNCModule, env=env):
+        for tensor, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(tensor, other)
+
+
 def sharing_a_layer() -> Told | None:
     one, other = Chain(), Chain()
     other.layers[0] = one.layers[0]

@@ -155,7 +155,7 @@ class DeployedModel(StateOfModel):
         self._agreement.deployment = next(_deployments)
         self._note_used_params(store)
         note_holders(store)
-        agree.together(lambda: note_deployed(store, self._user_optimizer))
+        agree.together(lambda: note_deployed(store, self._user_optimizer, self))
         if self._user_optimizer is not None:
             self._user_optimizer.narrow(store)
         agree.together(lambda: self._guard_params(deployment))

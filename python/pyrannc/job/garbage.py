@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 
@@ -25,7 +26,24 @@ def older_objects_left_alone(device: torch.device) -> Iterator[None]:
         return
     collect(device)
     gc.freeze()
+    _LeftAlone.value = True
     try:
         yield
     finally:
+        _LeftAlone.value = False
         gc.unfreeze()
+
+
+class _LeftAlone:
+    """Whether older objects are left alone now."""
+
+    value: ClassVar[bool] = False
+
+
+def collect_older() -> None:
+    """Looks among all objects once."""
+    if _LeftAlone.value:
+        gc.unfreeze()
+    gc.collect()
+    if _LeftAlone.value:
+        gc.freeze()

@@ -217,10 +217,16 @@ def _blank(home: Home, shape: torch.Size, dtype: torch.dtype, rank: int) -> Else
     return made  # type: ignore[no-any-return]  # of the class it got
 
 
+def keep_with(tensor: Tensor, store: object) -> None:
+    """Keeps what can bring it back for as long as the script has the tensor, if that is guarded."""
+    if is_elsewhere(tensor):
+        vars(tensor)["_store"] = store
+
+
 def bring_here(tensor: Tensor, contents: Tensor) -> None:
     """Takes the guard off, and gives the parameter or buffer contents."""
     if is_elsewhere(tensor):
-        for name in ("_gradient", "piece", "start"):
+        for name in ("_gradient", "_store", "piece", "start"):
             vars(tensor).pop(name, None)
         home: Home = vars(tensor).pop("_home")
         tensor.__class__ = home.plain

@@ -85,6 +85,13 @@ class UserOptimizer:
         return [own for _, own in sorted(cls._numbered.items()) if own._lists is not None]
 
     @classmethod
+    def widen_all(cls, store: ParamStore) -> None:
+        """A model is taken back: does the same to all that some rank has not dropped. All ranks call it."""
+        own = {number for number, each in cls._numbered.items() if each._lists is not None}
+        for number in sorted(set.intersection(*agree.gather_objects(own))):
+            cls._numbered[number].widen(store)
+
+    @classmethod
     def _of_known(cls, optimizer: Optimizer) -> UserOptimizer | None:
         made = getattr(getattr(optimizer, "__dict__", {}).get("state_dict"), "__self__", None)
         return made if isinstance(made, cls) else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -12,11 +14,60 @@ from torch import Tensor, nn
 from pyrannc.capture.torch_internals.tensors import is_dense
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree
+from pyrannc.job.garbage import collect_older
+from pyrannc.store.after_backward import forget_shares
 from pyrannc.store.elsewhere import is_elsewhere
+from pyrannc.store.held_by_some import forget_holders
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.store import ParamStore
 
-_deployed: list[tuple[weakref.ref[ParamStore], weakref.ref[UserOptimizer] | None]] = []
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class _Deployed:
+    """A model that is deployed, with what keeps none of it alive.
+
+    Attributes:
+        number: equal on all ranks.
+        module: the RaNNCModule.
+    """
+
+    number: int
+    store: weakref.ref[ParamStore]
+    optimizer: weakref.ref[UserOptimizer] | None
+    module: weakref.ref[nn.Module]
+
+
+_deployed: list[_Deployed] = []
+
+
+def take_back_dropped(model: nn.Module) -> None:
+    """Takes back what of a model was deployed by RaNNCModules that no rank has any more. All ranks call it."""
+    params = set(map(id, model.parameters()))
+    everyone: list[set[int]] = agree.gather_objects(_dropped(params))
+    if any(found != everyone[0] for found in everyone):
+        # Each rank collects garbage at a time of its own.
+        collect_older()
+        everyone = agree.gather_objects(_dropped(params))
+    for number in sorted(set.intersection(*everyone)):
+        store = next(known.store() for known in _deployed if known.number == number)
+        if store is not None:
+            store.bring_back()
+            UserOptimizer.widen_all(store)
+            note_taken_back(store)
+            forget_shares(store)
+            forget_holders(store)
+
+
+def _dropped(params: set[int]) -> set[int]:
+    """Numbers of deployments that have some of these, by ``id``, and whose RaNNCModule is gone."""
+    stores = [(known.number, known.store()) for known in _deployed if known.module() is None]
+    return {
+        number
+        for number, store in stores
+        if store is not None and not params.isdisjoint(map(id, store.params.values()))
+    }
 
 
 def refuse_deployed(model: nn.Module, optimizer: UserOptimizer | None) -> None:
@@ -78,29 +129,33 @@ def _has_own_memory(param: Tensor) -> bool:
 
 def _known() -> list[tuple[ParamStore, UserOptimizer | None]]:
     """Deployed models, each with its optimizer."""
-    found = [(known(), None if own is None else own()) for known, own in _deployed]
+    found = [(known.store(), None if known.optimizer is None else known.optimizer()) for known in _deployed]
     return [(store, other) for store, other in found if store is not None]
 
 
-def note_deployed(store: ParamStore, optimizer: UserOptimizer | None) -> None:
+def note_deployed(store: ParamStore, optimizer: UserOptimizer | None, module: nn.Module) -> None:
     """A model is deployed, and its optimizer is going to be narrowed.
+
+    Args:
+        module: the RaNNCModule.
 
     Raises:
         RaNNCError: the optimizer of another deployed model lists parameters of this one, or the other way round.
     """
-    params = set(map(id, store.params.values()))
+    number, params = next(_numbers), set(map(id, store.params.values()))
     for known, other in _known():
         if _clash(params, other, set(map(id, known.params.values())), optimizer):
             raise RaNNCError(
                 "an optimizer that was given to one RaNNCModule lists parameters of another one, which some ranks do "
                 "not hold; give it to both: RaNNCModule(first, optimizer) and RaNNCModule(second, optimizer)"
             )
-    _deployed.append((weakref.ref(store), None if optimizer is None else weakref.ref(optimizer)))
+    of_optimizer = None if optimizer is None else weakref.ref(optimizer)
+    _deployed.append(_Deployed(number, weakref.ref(store), of_optimizer, weakref.ref(module)))
 
 
 def note_taken_back(store: ParamStore) -> None:
     """A model is deployed no longer."""
-    _deployed[:] = [(known, own) for known, own in _deployed if known() not in (None, store)]
+    _deployed[:] = [known for known in _deployed if known.store() not in (None, store)]
 
 
 def _clash(params: set[int], other: UserOptimizer | None, known: set[int], optimizer: UserOptimizer | None) -> bool:

@@ -13,7 +13,7 @@ from pyrannc.job import agree, phases, process
 from pyrannc.job.exchange import Group, from_first, from_owner, give_to_others, sum_over_ranks, to_first
 from pyrannc.store.buckets import SharedParam, elements
 from pyrannc.store.divided import DividedParams
-from pyrannc.store.elsewhere import bring_here, send_away
+from pyrannc.store.elsewhere import bring_here, keep_with, send_away
 from pyrannc.store.overflow import Overflow
 from pyrannc.store.spread_tensor import is_spread, own_gradient, own_piece
 from pyrannc.store.unscale import changes_of
@@ -104,6 +104,8 @@ class ParamStore:
                 tensor.data = tensor.data.to(self._device)
                 tensor.grad = grad.to(self._device) if grad is not None else None
                 moved_bytes += tensor.nbytes
+        for _, tensor in self.tensors():
+            keep_with(tensor, self)
         phases.note(f"this rank holds {moved_bytes / 2**20:.1f} MiB")
 
     # Who holds what
