@@ -215,5 +215,29 @@ def test_layers_beside_the_model_that_ranks_train_apart_are_told_of_once(several
     assert (len(first), other) == (1, [])
 
 
+def _temperature() -> list[str]:
+    """What is told of a plain tensor that each rank trains by its own rows, as soft actor-critic its temperature."""
+    torch.manual_seed(0)
+    policy, temperature = nn.Linear(4, 4), torch.zeros((), requires_grad=True)
+    own = torch.optim.SGD(policy.parameters(), lr=0.1)
+    others = torch.optim.Adam([temperature], lr=0.1)
+    model = pyrannc.RaNNCModule(policy, own)
+    torch.manual_seed(pyrannc.get_rank())
+    with patch.object(drift._log, "warning") as told:
+        for _ in range(8):
+            errors = model(torch.randn(3, 4)).square().mean(1)
+            (temperature.exp().detach() * errors).mean().backward()
+            (temperature.exp() * (0.5 - errors.detach())).mean().backward()
+            for optimizer in (own, others):
+                optimizer.step()
+                optimizer.zero_grad()
+    return [text for text in map(str, told.call_args_list) if "was not given" in text]
+
+
+def test_a_tensor_beside_the_model_that_ranks_train_apart_is_told_of(ranks: Ranks) -> None:
+    first, other = ranks(2).run(_temperature, env={"RANNC_PROFILE": "never"})
+    assert (len(first), other) == (1, [])
+
+
 def test_layers_beside_the_model_that_stay_alike_are_let_be(ranks: Ranks) -> None:
     assert ranks(2).run(_trained_beside, False, True, env={"RANNC_PROFILE": "never"}) == [[], []]

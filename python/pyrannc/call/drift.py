@@ -29,6 +29,9 @@ _ROUNDINGS, _MOST = 100, 0.01
 _FADING = 0.99
 """What is left of a factor from one backward to the next: such as ranks have in turns do not make up for each other."""
 
+_PLAIN = nn.Parameter, Tensor
+"""What is no other class of tensor, such as those whose parts lie on several ranks."""
+
 _Ranks = tuple[int, ...]
 _BESIDE: _Ranks = (-1,)
 """In the place of ranks: what the model's optimizer trains beside it, on all of them."""
@@ -126,13 +129,13 @@ class Drift:
         return {**self._params, _BESIDE: beside, _OTHERS: self._of_others()}
 
     def _of_others(self) -> dict[str, Tensor]:
-        """Plain parameters on this rank's device, by the form of what their optimizer lists, and their place in it."""
+        """Plain tensors on this rank's device, by the form of what their optimizer lists, and their place in it."""
         device, found = process.own_device(), dict[str, Tensor]()
         for optimizer in filter(None, (ref() for ref in self._others)):
             listed = [param for group in optimizer.param_groups for param in group["params"]]
             form = f"{type(optimizer).__name__} {[tuple(param.shape) for param in listed]}"
             for place, param in enumerate(listed):
-                if type(param) is nn.Parameter and param.device == device and _has_norm(param) and param.numel():
+                if type(param) in _PLAIN and param.device == device and _has_norm(param) and param.numel():
                     found.setdefault(f"{form} {place}", param)
         return found
 
