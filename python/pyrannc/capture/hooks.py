@@ -89,7 +89,8 @@ def watched_hooks(model: nn.Module, tracker: SourceTracker) -> Iterator[None]:
             hooks.update(originals)
     after = _holdings(hooks_here, watched)
     for (path, hook), was, now in zip(hooks_here, before.of, after.of, strict=True):
-        if not used.get(id(hook), True) or was != now:
+        is_lost = not used.get(id(hook), True) and not _asks_for_gradients(hook)
+        if is_lost or was != now:
             raise CaptureError(f"the forward hook {_name(hook)} of {_where(path)} {_ADVICE}")
 
 
@@ -158,6 +159,15 @@ def _is_of_the_call(hook: Callable[..., Any]) -> bool:
     """True for those that are captured as part of the forward."""
     where = _defined_in(hook)
     return where == _COLLECTORS or where.partition(".")[0] == "torch"
+
+
+def _asks_for_gradients(hook: Callable[..., Any]) -> bool:
+    """True for one that calls ``requires_grad_`` and nothing else, as for checkpoints behind frozen embeddings.
+
+    What a captured graph computes again has no need of it.
+    """
+    code = getattr(hook, "__code__", None)
+    return code is not None and set(code.co_names) == {"requires_grad_"} and not code.co_freevars
 
 
 def _defined_in(hook: Any) -> str:

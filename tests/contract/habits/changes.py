@@ -277,6 +277,18 @@ def forward_hook_returns(job: Job) -> None:
     learn_around(job, net, lambda model: None)
 
 
+@equal()
+def forward_hook_asks_for_gradients(job: Job) -> None:
+    """A forward hook of a frozen layer calls `out.requires_grad_(True)`, as `gradient_checkpointing_enable()` has it."""
+    net = regression()
+    net.net.layers[0].requires_grad_(False).register_forward_hook(_require_gradients)
+    learn_around(job, net, lambda model: None)
+
+
+def _require_gradients(module: nn.Module, args: Any, out: Tensor) -> None:
+    out.requires_grad_(True)
+
+
 @refused("RaNNCError|CaptureError|InputError", "hook", instead="register hooks before the first call")
 def forward_hook_added_later(job: Job) -> None:
     """A forward hook is registered after the first call."""
