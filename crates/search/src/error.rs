@@ -21,18 +21,23 @@ pub enum SearchError {
     #[error(transparent)]
     Cluster(#[from] rannc_cost::CostError),
     /// No op depends on the input.
-    #[error("graph {graph} has nothing to plan: no op depends on an input")]
+    #[error(
+        "graph {graph} has nothing to plan: nothing that it returns or changes is computed from an input; let the \
+             model's forward return what is computed from its arguments"
+    )]
     Empty {
         /// Name of the graph.
         graph: String,
     },
     /// More Stages are asked for than the model can be cut into.
-    #[error("{wanted} stages were asked for, but the model can be cut into {possible} pieces at most")]
+    #[error("{}", too_few_blocks(*wanted, *possible, whole.as_deref()))]
     TooFewBlocks {
         /// Stages asked for.
         wanted: usize,
         /// Pieces that can stand alone.
         possible: usize,
+        /// The largest piece that may not be cut, and why, in words.
+        whole: Option<String>,
     },
     /// Every Plan needs more memory than there is.
     #[error("{0}")]
@@ -52,6 +57,17 @@ pub enum SearchError {
     /// The Plan contradicts itself.
     #[error(transparent)]
     Plan(#[from] PlanFileError),
+}
+
+fn too_few_blocks(wanted: usize, possible: usize, whole: Option<&str>) -> String {
+    let [wanted, pieces] = [(wanted, "stage", "stages"), (possible, "piece", "pieces")]
+        .map(|(count, one, many)| counted(count as u64, one, many));
+    let stages = counted(possible as u64, "stage", "stages");
+    let whole = whole.map_or_else(String::new, |whole| format!(": {whole}"));
+    format!(
+        "{wanted} were asked for, but what depends on the input can be cut into {pieces} at most{whole}. Ask for \
+         {stages} at most"
+    )
 }
 
 /// What is short in the Plan that comes closest.

@@ -152,7 +152,31 @@ fn forced_decisions_are_kept() {
 #[test]
 fn more_stages_than_pieces_are_refused() {
     let error = plan(&mlp(1, 8), &cluster("cpu", 8), &Settings { stages: Some(7), ..settings(8, 8) });
-    assert!(matches!(error, Err(SearchError::TooFewBlocks { wanted: 7, possible: 3 })));
+    let error = error.expect_err("there are three");
+    assert!(matches!(error, SearchError::TooFewBlocks { wanted: 7, possible: 3, .. }));
+    assert_eq!(
+        error.to_string(),
+        "7 stages were asked for, but what depends on the input can be cut into 3 pieces at most: each of them is one \
+         op, and the largest, op0 aten.linear.default in layers.0 at model.py:1, is one operator. Ask for 3 stages at \
+         most"
+    );
+}
+
+#[test]
+fn a_piece_that_is_not_cut_is_named_with_what_keeps_it_whole() {
+    let mut graph = mlp(1, 8);
+    for op in graph.ops.values_mut() {
+        op.region = Some(7);
+    }
+    let error = plan(&graph, &cluster("cpu", 2), &Settings { stages: Some(2), ..settings(2, 8) });
+    assert_eq!(
+        error.expect_err("it is one piece").to_string(),
+        "2 stages were asked for, but what depends on the input can be cut into 1 piece at most: layers.0 stays in one \
+         piece: op0 to op2 must stay together: they stand in region 7 (op0 aten.linear.default in layers.0 at \
+         model.py:1; op2 aten.mean.default at model.py:3). Put a block of autocast or a vmap round each layer rather \
+         than one round all. Ask for 1 \
+         stage at most"
+    );
 }
 
 #[test]

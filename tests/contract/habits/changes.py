@@ -279,7 +279,7 @@ def forward_hook_returns(job: Job) -> None:
 
 @equal()
 def forward_hook_asks_for_gradients(job: Job) -> None:
-    """A forward hook of a frozen layer calls `out.requires_grad_(True)`, as `gradient_checkpointing_enable()` has it."""
+    """A forward hook of a frozen layer calls `out.requires_grad_(True)`, as `gradient_checkpointing_enable` has it."""
     net = regression()
     net.net.layers[0].requires_grad_(False).register_forward_hook(_require_gradients)
     learn_around(job, net, lambda model: None)

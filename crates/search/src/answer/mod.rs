@@ -14,6 +14,7 @@ mod simulated_step;
 mod tied;
 mod two_parts;
 mod upgrade;
+mod whole_piece;
 
 pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};
 pub use plan_costs::{PlanCosts, Undivided, check_plan};

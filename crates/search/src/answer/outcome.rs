@@ -11,6 +11,7 @@ use serde::Serialize;
 use super::assemble::Assembly;
 use super::count::plans;
 use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, as_fast_us, dividing_less, is_simpler, leaner};
+use super::whole_piece::whole_piece;
 use crate::error::SearchError;
 use crate::price::{Beside, Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
@@ -128,10 +129,12 @@ impl<'a> Planner<'a> {
             return Err(SearchError::Empty { graph: graph.name.clone() });
         }
         let blocks = Blocks::new(graph, &analysis);
-        let model = Model::new(graph, &analysis, blocks, cluster, profiles, settings);
-        if let Some(wanted) = settings.forced_stages().filter(|&wanted| wanted > model.chain.len()) {
-            return Err(SearchError::TooFewBlocks { wanted, possible: model.chain.len() });
+        let possible = blocks.blocks.len();
+        if let Some(wanted) = settings.forced_stages().filter(|&wanted| wanted > possible) {
+            let whole = Some(whole_piece(graph, &analysis, &blocks));
+            return Err(SearchError::TooFewBlocks { wanted, possible, whole });
         }
+        let model = Model::new(graph, &analysis, blocks, cluster, profiles, settings);
         let forced = settings.replicas.as_deref();
         let deadline = Deadline::new(&settings.limits, clock);
         let orders = RankOrder::all(cluster, settings.world_size, forced, MAX_UNITS, deadline);

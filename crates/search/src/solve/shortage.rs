@@ -43,7 +43,7 @@ pub(crate) fn shortage(
         .min_by(|(_, left), (_, right)| left.short_bytes.total_cmp(&right.short_bytes));
     let Some((pricing, tightest)) = closest else {
         let wanted = settings.forced_stages().unwrap_or(1);
-        return SearchError::TooFewBlocks { wanted, possible: pricings[0].chain.len() };
+        return SearchError::TooFewBlocks { wanted, possible: pricings[0].chain.len(), whole: None };
     };
     let Tightest { first, end, place, .. } = tightest;
     let at = pricing.at(place);
