@@ -17,8 +17,9 @@ from pyrannc.errors import CaptureError
 from .autocast import Autocast
 from .fallback import insert_node
 from .form import Form
+from .torch_internals.functions import functions_applied_by
 from .torch_internals.levels import functorch_is_active, only_vmap_is_active, without_levels
-from .torch_internals.patching import REGISTER_HOOK, functions_applied_by
+from .torch_internals.patching import REGISTER_HOOK
 from .torch_internals.tensors import pytree, version
 from .torch_internals.tracing import current_tracer, disable_proxy_modes_tracing, functions_as_operators, proxy_of
 from .untraced_backwards import UntracedBackwards
@@ -118,7 +119,14 @@ def opaque_autograd_functions(backwards: UntracedBackwards) -> Iterator[None]:
         target = OpaqueCall(name, call, f"{cls.__module__}.{cls.__qualname__}")
         return insert_node(tracer, target, tuple(proxies.values()), {}, result)
 
-    with functions_applied_by(apply), functions_as_operators():
+    def bypassed(cls: type[Function], args: Sequence[Any]) -> None:
+        if current_tracer() is not None and any(isinstance(item, Tensor) and item.requires_grad for item in args):
+            raise CaptureError(
+                f"{cls.__qualname__}.apply is called by another name, as of f = {cls.__qualname__}.apply, by which this "
+                f"version of torch hides its backward from RaNNC: write {cls.__qualname__}.apply(...) there"
+            )
+
+    with functions_applied_by(apply, bypassed), functions_as_operators():
         yield
 
 

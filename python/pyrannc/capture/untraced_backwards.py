@@ -17,7 +17,8 @@ from pyrannc.errors import CaptureError
 from .as_one_process import as_one_process
 from .chance import other_generators_restored, torch_draws
 from .source import SourceTracker
-from .torch_internals.patching import functions_applied_by, several_ranks
+from .torch_internals.functions import functions_applied_by
+from .torch_internals.patching import several_ranks
 from .torch_internals.tensors import pytree
 
 

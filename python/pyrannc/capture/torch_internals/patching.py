@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.autograd.function import Function, _HookMixin
+from torch.autograd.function import _HookMixin
 from torch.distributed import distributed_c10d
 from torch.fx.experimental import proxy_tensor
 
@@ -48,40 +46,6 @@ MODULE_CALL = PatchPoint(nn.Module, "__call__")
 MODULE_TO = PatchPoint(nn.Module, "to")
 """A move that changes nothing must not replace parameters. Public: none."""
 
-
-def _code_for_apply() -> CodeType:
-    """It has one variable from outside, as that of torch has."""
-    every = Function
-
-    def apply(cls: type[Function], /, *args: Any, rannc: Callable[..., Any], **kwargs: Any) -> Any:
-        assert issubclass(cls, every)
-        return rannc(cls, *args, **kwargs)
-
-    return apply.__code__
-
-
-@contextmanager
-def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
-    """While active, ``apply(original, function, ...)`` runs for ``function.apply(...)``: custom ones stay whole.
-
-    Scripts have names of their own for that method, bound to a function, so it is its code that gives way. Public:
-    ``torch.compiler.allow_in_graph``, for export and compile only.
-    """
-    method = vars(Function)["apply"].__func__
-    code, defaults = method.__code__, method.__kwdefaults__
-    original = FunctionType(code, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
-    original.__kwdefaults__ = defaults
-    # Other threads may call it meanwhile.
-    method.__kwdefaults__ = {**(defaults or {}), "rannc": partial(apply, original)}
-    method.__code__ = _CODE_FOR_APPLY
-    try:
-        yield
-    finally:
-        method.__code__ = code
-        method.__kwdefaults__ = defaults
-
-
-_CODE_FOR_APPLY = _code_for_apply()
 
 SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
 """Scripted functions stay whole. Public: none."""
@@ -157,8 +121,11 @@ def other_sends() -> tuple[PatchPoint, ...]:
     """What functional collectives and batches of messages ask first instead. Public: as above."""
     from torch.distributed import _functional_collectives
 
+    # torch 2.11 has the second alone, which asks the first later on.
+    names = "_resolve_group", "_resolve_group_name"
+    resolve = next(name for name in names if hasattr(_functional_collectives, name))
     return (
-        PatchPoint(_functional_collectives, "_resolve_group_name"),
+        PatchPoint(_functional_collectives, resolve),
         PatchPoint(distributed_c10d, "_check_p2p_op_list"),
     )
 
