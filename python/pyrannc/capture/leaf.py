@@ -122,8 +122,8 @@ def opaque_autograd_functions(backwards: UntracedBackwards) -> Iterator[None]:
     def bypassed(cls: type[Function], args: Sequence[Any]) -> None:
         if current_tracer() is not None and any(isinstance(item, Tensor) and item.requires_grad for item in args):
             raise CaptureError(
-                f"{cls.__qualname__}.apply is called by another name, as of f = {cls.__qualname__}.apply, by which this "
-                f"version of torch hides its backward from RaNNC: write {cls.__qualname__}.apply(...) there"
+                f"{cls.__qualname__}.apply is called by another name, as with f = {cls.__qualname__}.apply, by which "
+                f"this version of torch hides its backward from RaNNC: write {cls.__qualname__}.apply(...) there"
             )
 
     with functions_applied_by(apply, bypassed), functions_as_operators():
