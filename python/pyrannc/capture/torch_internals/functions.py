@@ -26,8 +26,10 @@ def functions_applied_by(apply: _Apply, bypassed: _Bypassed = lambda *_: None) -
         bypassed: is given a function, and what its forward gets, that is called by such a name where torch has the
             method in C, as 2.15 does, and nothing can stand in for it.
     """
-    method = vars(Function)["apply"]
-    return _code_gives_way(method.__func__, apply) if isinstance(method, classmethod) else _class_has(apply, bypassed)
+    return _code_gives_way(_METHOD.__func__, apply) if isinstance(_METHOD, classmethod) else _class_has(apply, bypassed)
+
+
+_METHOD = vars(Function)["apply"]
 
 
 def _code_for_apply() -> CodeType:
