@@ -26,6 +26,20 @@ def test_tensor_hooks() -> None:
     assert not any(gradients.tensor_hooks(before))
 
 
+def test_node_hooks() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    node = get_gradient_edge(leaf).node
+    known = node.register_hook(lambda *_: None)
+    behind, before = gradients.node_hooks(node)
+    assert (len(behind), len(before)) == (1, 0)
+    known.remove()
+    handles = [node.register_hook(lambda *_: None), get_gradient_edge(leaf).node.register_prehook(lambda _: None)]
+    assert (len(behind), len(before)) == (1, 1)
+    for handle in handles:
+        handle.remove()
+    assert (len(behind), len(before)) == (0, 0)
+
+
 def test_call_first_after_steps() -> None:
     param, seen = nn.Parameter(torch.ones(2)), []
     optimizer = torch.optim.SGD([param], lr=0.1)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from tests.capture.tracing import X, fake_mode, traced
 from torch import Tensor, distributed, fx, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention.flex_attention import flex_attention
 
 from pyrannc.capture.torch_internals import patching, symbols, tracing
@@ -138,13 +137,6 @@ def test_FLEX_ATTENTION() -> None:
 def test_REGISTER_HOOK() -> None:
     leaf = torch.ones(1, requires_grad=True)
     assert calls_seen(patching.REGISTER_HOOK, lambda: leaf.register_hook(lambda gradient: gradient)) == 1
-
-
-def test_NODE_HOOK() -> None:
-    leaf = torch.ones(1, requires_grad=True)
-    node = get_gradient_edge(leaf).node
-    assert calls_seen(patching.NODE_HOOK, lambda: node.register_hook(lambda *_: None)) == 1
-    assert calls_seen(patching.NODE_HOOK, lambda: node.register_prehook(lambda _: None)) == 1
 
 
 def test_TRACK_TENSOR_TREE() -> None:

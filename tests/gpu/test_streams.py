@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import pyrannc
 from pyrannc.job import process
-from pyrannc.store.one_leaf import hooks_on_nodes
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -35,10 +35,13 @@ class Layers(nn.Module):
         return y if target is None else F.mse_loss(y, target)
 
 
-def _gradients(plain: Layers, where: str, inside: bool, *, wrapped: bool) -> list[Tensor]:
+def _gradients(plain: Layers, where: str, inside: bool, hooks: bool, *, wrapped: bool) -> list[Tensor]:
     """Of each step, of which the last ones' streams are held up."""
     device = process.ensure_process_group().device
     net = copy.deepcopy(plain).to(device)
+    node = get_gradient_edge(next(net.parameters())).node
+    if hooks:
+        node.register_hook(lambda *_: None)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model: Any = pyrannc.RaNNCModule(net, optimizer) if wrapped else net
     main, other, found = torch.cuda.current_stream(), torch.cuda.Stream(), []  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -66,11 +69,9 @@ def _gradients(plain: Layers, where: str, inside: bool, *, wrapped: bool) -> lis
 
 
 def compared(where: str, inside: bool, hooks: bool) -> tuple[list[Tensor], list[Tensor]]:
-    hooks_on_nodes.seen = hooks
     torch.manual_seed(0)
     plain = Layers()
-    expected, found = (_gradients(plain, where, inside, wrapped=wrapped) for wrapped in (False, True))
-    hooks_on_nodes.seen = False
+    expected, found = (_gradients(plain, where, inside, hooks, wrapped=wrapped) for wrapped in (False, True))
     return expected, found
 
 

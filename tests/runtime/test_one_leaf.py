@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import pyrannc
 from pyrannc.capture.torch_internals.gradients import runs_in_backward
-from pyrannc.store.one_leaf import hooks_on_nodes
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -103,9 +102,18 @@ def hook_added_in_the_backward(model: Any, net: nn.Sequential, x: Tensor, note: 
 def hook_on_a_node(model: Any, net: nn.Sequential, x: Tensor, note: Note) -> None:
     param, runs = next(net.parameters()), []
     node = get_gradient_edge(param).node
-    node.register_hook(lambda *_: runs.append(1))
+    node.register_hook(lambda _, grads: runs.append(grads[0]))
     note(_mean(model(x))).backward()
-    param.grad.add_(len(runs))  # type: ignore[union-attr]  # it has one now
+    param.grad.add_(torch.stack(runs).sum())  # type: ignore[union-attr]  # it has one now
+
+
+def node_hook_added_in_the_backward(model: Any, net: nn.Sequential, x: Tensor, note: Note) -> None:
+    runs: list[Tensor] = []
+    node = get_gradient_edge(next(net.parameters())).node
+    loss = note(_mean(model(x)))
+    loss.register_hook(lambda _: node.register_hook(lambda _, grads: runs.append(grads[0])) and None)
+    loss.backward()
+    next(net.parameters()).grad.add_(torch.stack(runs).sum())  # type: ignore[union-attr]  # it has one now
 
 
 def computed_again(model: Any, net: nn.Sequential, x: Tensor, note: Note) -> None:
@@ -117,11 +125,32 @@ def computed_again(model: Any, net: nn.Sequential, x: Tensor, note: Note) -> Non
 ONE_LEAF = [
     *(criterion_outside, accumulated, twice_from_one_call, with_its_own_gradient),
     *(two_criteria, two_calls, watched_on_its_way, hook_added_in_the_backward),
+    node_hook_added_in_the_backward,
 ]
 EACH = [
     *(two_models, parameter_beside, input_with_gradient, one_parameter_asked_for),
     *(gradient_hook, hook_on_a_node, computed_again),
 ]
+
+
+def hooked_before() -> list[int]:
+    """How often hooks on nodes run that the script has put there before it wraps the model: plain, and RaNNC's."""
+    found = []
+    for wraps in (False, True):
+        net, runs = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), list[int]()
+        nodes = [get_gradient_edge(param).node for param in net.parameters()]
+        for node in nodes:
+            node.register_hook(lambda *_, runs=runs: runs.append(1))
+        model: Any = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1)) if wraps else net
+        for _ in range(2):
+            _mean(model(torch.ones(2, 4))).backward()
+        found.append(len(runs))
+    return found
+
+
+def test_hooks_on_nodes_from_before_the_model_was_wrapped(ranks: Ranks) -> None:
+    [[expected, found]] = ranks(1).run(hooked_before)
+    assert found == expected == 8
 
 
 def gradients_of(script: Script) -> list[tuple[list[Tensor | None], bool]]:
@@ -145,7 +174,6 @@ def gradients_of(script: Script) -> list[tuple[list[Tensor | None], bool]]:
         script(model, net, x, note)
         found.append(([param.grad for param in net.parameters()], any(reached)))
         assert reached
-    hooks_on_nodes.seen = False
     return found
 
 

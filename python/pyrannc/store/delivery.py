@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from pyrannc.capture.torch_internals.gradients import (
     add_each,
     at_end_of_backward,
     graph_task,
+    node_hooks,
     runs_in_backward,
     tensor_hooks,
 )
@@ -29,7 +30,7 @@ from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import RaNNCError
 from pyrannc.store.buckets import SharedParam
 from pyrannc.store.gradient_set import GradientSet
-from pyrannc.store.one_leaf import hooks_on_nodes
+from pyrannc.store.one_leaf import watch_backwards
 from pyrannc.store.spread_tensor import is_spread, own_piece
 
 _requires_grad = attrgetter("requires_grad")
@@ -71,10 +72,15 @@ class Delivery:
         self._of_nothing = get_gradient_edge(nothing).node
         self._set_aside: dict[str, Tensor] = {}
         self._aside_of = -1
+        with DisableTorchFunctionSubclass():
+            self._nodes = {name: get_gradient_edge(param).node for name, param in self._params.items()}
+        self._on_nodes = {name: node_hooks(node) for name, node in self._nodes.items()}
+        self._on_any_node = [hooks for both in self._on_nodes.values() for hooks in both]
         # Nobody can compute with what is not whole.
-        self._doors = [
-            self._watch(name) for name in self._params if name in spread and not is_spread(self._params[name])
-        ]
+        self._doors = {name for name in self._params if name in spread and not is_spread(self._params[name])}
+        for name in self._doors:
+            self._watch(name)
+        watch_backwards()
         self._tokens: dict[frozenset[str], Tensor] = {}
         self._given: list[_Given] = []
         self._gpu = next((shared.param.device for shared in params if shared.param.is_cuda), None)
@@ -108,17 +114,16 @@ class Delivery:
 
     # A script may compute with a parameter outside of the model too: torch adds up whole gradients only.
 
-    def _watch(self, name: str) -> Node:
-        """The node by which torch gives a parameter, of whose gradient this rank has a piece, a gradient."""
-        node, owner = get_gradient_edge(self._params[name]).node, weakref.ref(self)
+    def _watch(self, name: str) -> None:
+        """Before torch gives a parameter, of whose gradient this rank has a piece, a gradient."""
+        owner = weakref.ref(self)
 
         def before(grads: tuple[Tensor | None, ...]) -> None:
             delivery = owner()
             if delivery is not None and grads[0] is not None:
                 delivery._make_room(name)
 
-        node.register_prehook(before)
-        return node
+        self._nodes[name].register_prehook(before)
 
     def _make_room(self, name: str) -> None:
         """Puts a piece aside, until the backward has ended."""
@@ -152,15 +157,21 @@ class Delivery:
 
     def one_leaf(self) -> Tensor | None:
         """The leaf that a backward has to reach for all to get their gradients, unless somebody looks at others."""
-        return None if hooks_on_nodes.seen or self._hooked() else self._nothing
+        return None if self._hooked() else self._nothing
 
     def _hooked(self) -> list[str]:
-        """Names of the parameters that have hooks now."""
+        """Names of the parameters that have hooks now, on the tensor or on its node in autograd graphs."""
+        on_nodes = sum(map(len, self._on_any_node)) > len(self._doors)
         # What classes of tensors would say takes time for each.
         with DisableTorchFunctionSubclass():
-            if not any(map(any, map(tensor_hooks, self._params.values()))):
+            if not on_nodes and not any(map(any, map(tensor_hooks, self._params.values()))):
                 return []
-            return [name for name, param in self._params.items() if any(tensor_hooks(param))]
+            return [name for name, param in self._params.items() if any(tensor_hooks(param)) or self._is_hooked(name)]
+
+    def _is_hooked(self, name: str) -> bool:
+        """True for a parameter whose node has hooks of others."""
+        behind, before = self._on_nodes[name]
+        return bool(behind) or len(before) > (name in self._doors)
 
     def _make_token(self, names: list[str]) -> Tensor:
         owner = weakref.ref(self)

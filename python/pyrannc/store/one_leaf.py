@@ -9,7 +9,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -17,35 +17,14 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from pyrannc.capture.torch_internals.gradients import kept_uncompiled
-from pyrannc.capture.torch_internals.patching import NODE_HOOK, PatchPoint
+from pyrannc.capture.torch_internals.patching import PatchPoint
 
 OneLeaf = Callable[[], Tensor | None]
 """Tells the leaf, or ``None`` while each parameter has to be reached."""
 
 _MOST_NODES = 16
 """Between a loss and the call: criteria, their weights, casts."""
-_NO_LEAVES = ("pyrannc.", "torch.utils.hooks")
-"""Modules whose hooks on nodes look at no parameter of a model: of this package, and those of ``nn.Module``."""
 _BACKWARD = PatchPoint(torch.autograd, "backward")
-
-
-class _HooksOnNodes:
-    """Whether a script has ever put a hook on a node of autograd: torch does not tell which nodes have some."""
-
-    def __init__(self) -> None:
-        self.seen = False
-
-    def watch(self) -> None:
-        original = NODE_HOOK.original.__func__
-
-        def register(hooks: Any, hook: Any) -> Any:
-            self.seen = self.seen or not str(getattr(hook, "__module__", "")).startswith(_NO_LEAVES)
-            return original(hooks, hook)
-
-        setattr(NODE_HOOK.owner, NODE_HOOK.name, staticmethod(register))
-
-
-hooks_on_nodes = _HooksOnNodes()
 
 
 def lead_to_one_leaf(ctx: Any, leaf: OneLeaf) -> None:
@@ -70,7 +49,9 @@ def _one_leaf(loss: Tensor) -> Tensor | None:
     return None if found is None else found()
 
 
-def _watch_backwards() -> None:
+@cache
+def watch_backwards() -> None:
+    """From now on, such backwards reach one leaf."""
     original = _BACKWARD.original
 
     @kept_uncompiled
@@ -92,7 +73,3 @@ def _watch_backwards() -> None:
             original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, leaf)
 
     setattr(_BACKWARD.owner, _BACKWARD.name, backward)
-
-
-hooks_on_nodes.watch()
-_watch_backwards()

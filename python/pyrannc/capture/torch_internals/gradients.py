@@ -61,6 +61,23 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 tensor_hooks: Callable[[Tensor], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """Hooks on a tensor's gradient, before and after it is added; None or empty without. Public: none."""
 
+
+def node_hooks(node: Any) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Hooks on a node of autograd, behind it and before it, as they are at any time from now on. Public: none.
+
+    torch keeps one dictionary of each kind, to which the handle of a hook leads.
+    """
+    behind, before = node.register_hook(_no_hook), node.register_prehook(_no_hook)
+    found = behind.hooks_dict_ref(), before.hooks_dict_ref()
+    behind.remove()
+    before.remove()
+    return found
+
+
+def _no_hook(*_: Any) -> None:
+    """Is taken off at once."""
+
+
 copy_each = torch._foreach_copy_
 """Copies tensors into others, in one kernel."""
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.autograd.function import _HookMixin
 from torch.distributed import distributed_c10d
 from torch.fx.experimental import proxy_tensor
 
@@ -79,9 +78,6 @@ TRACK_TENSOR_TREE = PatchPoint(proxy_tensor, "track_tensor_tree")
 
 PROXY_CALL = PatchPoint(proxy_tensor, "proxy_call")
 """Operators that fake tensors run wrongly are taken over. Public: custom rules for fake tensors, for own operators."""
-
-NODE_HOOK = PatchPoint(_HookMixin, "_register_hook")
-"""A hook on a node of autograd is noted as a script adds it. Public: none."""
 
 RUN_BACKWARD = PatchPoint(torch.autograd, "_engine_run_backward")
 """A forward that differentiates inside is told so. Public: ``torch.autograd.grad``, which is not all that does."""
