@@ -59,7 +59,7 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.seen.append(levels.is_batched_backward())
+        ctx.seen += [levels.is_batched_backward(), levels.is_batched(grads[0])]
         return grads[0] * 2, None
 
 
@@ -68,7 +68,14 @@ def test_is_batched_backward() -> None:
     x = torch.ones(2, requires_grad=True)
     for seeds in (torch.ones(2), torch.ones(3, 2)):
         torch.autograd.grad(_Seen.apply(x, seen), x, seeds, is_grads_batched=seeds.dim() == 2)  # type: ignore[no-untyped-call]  # torch has no types for it
-    assert seen == [False, True]
+    assert seen == [False, False, True, True]
+
+
+def test_is_batched() -> None:
+    seen = []
+    torch.vmap(lambda x: seen.append(levels.is_batched(x)) or x)(torch.ones(3, 2))
+    assert seen == [True]
+    assert not any(map(levels.is_batched, (torch.ones(2), torch.ones(2).expand(3, 2), torch.ones(2).to_sparse())))
 
 
 def test_only_vmap_is_active() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.capture.torch_internals.gradients import backward_keeps_graph, runs_in_backward
-from pyrannc.capture.torch_internals.levels import is_batched_backward
+from pyrannc.capture.torch_internals.levels import is_batched, is_batched_backward
 from pyrannc.capture.torch_internals.tensors import is_view
 from pyrannc.errors import RaNNCError
 from pyrannc.store.one_leaf import OneLeaf, lead_to_one_leaf
@@ -86,7 +86,7 @@ class _Handover(torch.autograd.Function):
                 "RaNNC computes no gradients of gradients: leave out create_graph=True if nothing is differentiated "
                 "again, or compute the penalty with finite differences, from further calls of the model"
             )
-        if is_batched_backward():
+        if is_batched_backward() or any(grad is not None and is_batched(grad) for grad in grads):
             raise RaNNCError(
                 "several gradients through the model were asked for at once (is_grads_batched=True, or torch.vmap "
                 "round a backward), which RaNNC cannot follow: ask for one after another"

@@ -33,6 +33,14 @@ def is_batched_backward() -> bool:
     return level > 1 or functorch_is_active()
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """True for a tensor that stands for several, as the gradients of such a backward do. Public: none.
+
+    Where torch runs a backward on a thread of its own, as on GPUs, nothing else tells.
+    """
+    return tensor.layout == torch.strided and not torch._C._has_storage(tensor)
+
+
 def only_vmap_is_active() -> bool:
     """Likewise, but true for ``torch.vmap`` alone, which differentiates nothing. Public: none."""
     levels = pyfunctorch.retrieve_all_functorch_interpreters()
