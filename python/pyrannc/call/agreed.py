@@ -87,7 +87,7 @@ class Agreement:
         params: guards of this rank's parameters, once they are deployed.
         hyper_parameters: what must be equal on all ranks of optimizers.
         drift: compares what is the same on all ranks of their parameters, from then on.
-        let_go: gradients that the script has let go of by itself, from then on; ``None`` for one rank.
+        let_go: what the script has let go of by itself, from then on.
         deployment: the deployment's number, equal on all ranks; 0 before.
     """
 
@@ -266,7 +266,7 @@ class Agreement:
             own.number = _THAWED
             return
         own.equal = [(_WHICH, self.deployment), *self.hyper_parameters.fingerprints()]
-        let_go = 0 if self.let_go is None else self.let_go.number()
+        let_go = 0 if self.let_go is None or process.get_world_size() == 1 else self.let_go.number()
         own.equal.append((_LET_GO, let_go))
         if per_row is None:
             own.number = _UNDECIDED

@@ -160,8 +160,7 @@ class DeployedModel(StateOfModel):
             self._user_optimizer.narrow(store)
         agree.together(lambda: self._guard_params(deployment))
         away = {id(param): name for name, param in store.used.items() if not store.is_local(name)}
-        if process.get_world_size() > 1:
-            self._agreement.let_go = LetGo(lambda: deployment.gradients.delivery, away)
+        self._agreement.let_go = LetGo(lambda: deployment.gradients.delivery, away)
         self._later = LaterOptimizers(
             store,
             self.optimizer,
