@@ -183,7 +183,7 @@ class Agreement:
         All ranks call it.
         """
         everyone: list[tuple[Sequence[Fingerprint], frozenset[str], Told]]
-        let_go: Told = (frozenset(), frozenset(), frozenset()) if self.let_go is None else self.let_go.told()
+        let_go: Told = (frozenset(), frozenset()) if self.let_go is None else self.let_go.told()
         everyone = agree.gather_objects((own, self.hyper_parameters.set_by_steps(), let_go))
         left_out = frozenset().union(*(words for _, words, _ in everyone))
         not_here = left_out | {_LET_GO}

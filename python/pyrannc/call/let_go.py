@@ -7,9 +7,9 @@ from typing import Protocol
 
 from pyrannc.errors import MismatchError
 
-Told = tuple[frozenset[str], frozenset[str], frozenset[str]]
-"""Of a rank, by name: parameters that it holds and whose gradients have gone, parameters of others that the script has
-treated so here, and those that it holds and whose gradients have not gone."""
+Told = tuple[frozenset[str], frozenset[str]]
+"""Of a rank, the parameters whose gradients have gone, and those that it holds and that had none, which only it knows:
+by name."""
 
 
 class TellsOfLetGo(Protocol):
@@ -29,19 +29,14 @@ class TellsOfLetGo(Protocol):
 
 
 def refuse_different(everyone: Sequence[Told]) -> None:
-    """Raises MismatchError where ranks have let go of different gradients.
-
-    Who does not hold a parameter cannot know whether there was one, nor whether the script goes by what ranks hold.
-    """
-    by_own = not any(others for _, others, _ in everyone) and all(gone or not kept for gone, _, kept in everyone)
-    for rank, (gone, others, _) in enumerate(everyone):
-        for other, (gone_there, others_there, kept_there) in enumerate(everyone):
-            differ = (gone | others) & kept_there
-            if not by_own:
-                differ |= gone - gone_there - others_there - kept_there
-            if differ:
-                raise MismatchError(
-                    f'the script has let go of the gradient of parameter "{min(differ)}" (as by param.grad = None or '
-                    f"model.zero_grad()) on rank {rank} and not on rank {other}, which a rank must not do by itself: "
-                    "decide by what is equal on all ranks"
-                )
+    """Raises MismatchError where ranks have let go of different gradients."""
+    without = frozenset[str]().union(*(names for _, names in everyone))
+    first, *others = [names - without for names, _ in everyone]
+    for rank, names in enumerate(others, 1):
+        for name in sorted(names ^ first):
+            one, other = (rank, 0) if name in names else (0, rank)
+            raise MismatchError(
+                f'the script has let go of the gradient of parameter "{name}" (as by param.grad = None or '
+                f"model.zero_grad()) on rank {one} and not on rank {other}, which a rank must not do by itself: "
+                "decide by what is equal on all ranks"
+            )

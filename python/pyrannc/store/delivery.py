@@ -96,9 +96,9 @@ class Delivery:
         with DisableTorchFunctionSubclass():
             self.let_go.update(name for name in self._there if self._params[name].grad is None)
 
-    def kept(self) -> set[str]:
-        """Names of the parameters whose gradients the script has not let go of since ranks compared what is gone."""
-        return (self._there | self._cleared) - self.let_go
+    def without(self) -> set[str]:
+        """Names of the parameters that have had no gradient since ranks compared what is gone."""
+        return self._params.keys() - self._there - self.let_go - self._cleared
 
     def settle(self) -> None:
         """Ranks have compared what is gone."""

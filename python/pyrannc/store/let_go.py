@@ -20,8 +20,8 @@ class Own(Protocol):
         """Finds gradients that are gone."""
         ...
 
-    def kept(self) -> set[str]:
-        """Names of those that have had one, which the script has not taken out."""
+    def without(self) -> set[str]:
+        """Names of those that have had none."""
         ...
 
     def settle(self) -> None:
@@ -75,13 +75,15 @@ class LetGo:
     def number(self) -> int:
         """Stands for what is gone; 0 for nothing."""
         self.look()
-        names = self._found | self._own().let_go
+        names = self._names()
         return zlib.crc32(repr(sorted(names)).encode()) if names else 0
 
-    def told(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-        """By name: what is gone here, what of other ranks, and what is kept here."""
-        own = self._own()
-        return frozenset(own.let_go), frozenset(self._found), frozenset(own.kept())
+    def told(self) -> tuple[frozenset[str], frozenset[str]]:
+        """What is gone, by name, and what this rank holds and has given no gradient to."""
+        return frozenset(self._names()), frozenset(self._own().without())
+
+    def _names(self) -> set[str]:
+        return self._found | self._own().let_go
 
     def settle(self) -> None:
         """All ranks have let go of the same."""

@@ -235,43 +235,6 @@ def gradients_let_go_by_hand(job: Job) -> None:
     job.state(model)
 
 
-@equal(settings=_CLEARED)
-def gradients_let_go_by_what_is_held(job: Job) -> None:
-    """The same for `model.parameters(from_global=False)`, which are those of each rank."""
-    net = chain_with_loss()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer)
-    for step in range(3):
-        model(*job.batch(pairs, step)).backward()
-        job.gradients(model)
-        optimizer.step()
-        for param in net.parameters() if job.ranks == 1 else model.parameters(from_global=False):
-            param.grad = None
-    job.state(model)
-
-
-@equal(settings=_CLEARED[:2], note="where gradients are whole")
-def gradients_let_go_in_hooks(job: Job) -> None:
-    """A hook behind a parameter's gradient takes a step with it and sets `param.grad = None`."""
-    net = chain_with_loss()
-    model = job.wrap(net)
-
-    def hook(param: Tensor) -> None:
-        with torch.no_grad():
-            param -= 0.1 * param.grad
-        param.grad = None
-
-    for step in range(3):
-        loss = model(*job.batch(pairs, step))
-        if step == 1:
-            for param in net.parameters():
-                param.register_post_accumulate_grad_hook(hook)
-        loss.backward()
-        if step < 1:
-            model.zero_grad()
-    job.state(model)
-
-
 class _TwoHeads(nn.Module):
     """Of two heads a call uses one."""
 
