@@ -14,7 +14,6 @@ from pyrannc.call.batch_arguments import Arguments, BatchArguments, PerRow, Rows
 from pyrannc.call.data_guards import Answers
 from pyrannc.call.drift import Drift
 from pyrannc.call.equal import Course, Fingerprint, HyperParameters, combined, whole_inputs
-from pyrannc.call.let_go import TellsOfLetGo, Told, refuse_different
 from pyrannc.call.param_guards import ParamGuards
 from pyrannc.call.recaptures import Recaptures
 from pyrannc.call.shared_inputs import refuse_shared
@@ -35,7 +34,6 @@ _UNDECIDED = -4
 has to be found out which arguments have rows."""
 
 _WHICH = "the number of the wrapped model that is called (of several, which all ranks must call in the same order)"
-_LET_GO = "the gradients that the script has let go of"
 
 _AS_CAPTURED, _BY_BUFFERS, _BY_OTHERS = range(3)
 """What answers a captured form's questions otherwise: nothing, buffers that all ranks have and that say yes or no, or
@@ -87,7 +85,6 @@ class Agreement:
         params: guards of this rank's parameters, once they are deployed.
         hyper_parameters: what must be equal on all ranks of optimizers.
         drift: compares what is the same on all ranks of their parameters, from then on.
-        let_go: what the script has let go of by itself, from then on.
         deployment: the deployment's number, equal on all ranks; 0 before.
     """
 
@@ -103,7 +100,6 @@ class Agreement:
         course: Callable[[Optimizer], Course],
     ) -> None:
         self.params: ParamGuards | None = None
-        self.let_go: TellsOfLetGo | None = None
         self.drift = Drift()
         self.deployment = 0
         self._model = model
@@ -144,8 +140,6 @@ class Agreement:
             raise MismatchError(_different_calls(self._model, own.call.tensors))
         if len({equal for *_, equal, _ in everyone}) > 1:
             self._compare_values(own.equal)
-        if self.let_go is not None:
-            self.let_go.settle()
         counts, doubt = [count for _, count, *_ in everyone], None
         if own.per_row is None:
             own.per_row, doubt = self._batch.find(own.call, device)
@@ -182,15 +176,12 @@ class Agreement:
 
         All ranks call it.
         """
-        everyone: list[tuple[Sequence[Fingerprint], frozenset[str], Told]]
-        let_go: Told = (frozenset(), frozenset()) if self.let_go is None else self.let_go.told()
-        everyone = agree.gather_objects((own, self.hyper_parameters.set_by_steps(), let_go))
-        left_out = frozenset().union(*(words for _, words, _ in everyone))
-        not_here = left_out | {_LET_GO}
-        compared = [[(words, number) for words, number in found if words not in not_here] for found, *_ in everyone]
+        everyone: list[tuple[Sequence[Fingerprint], frozenset[str]]]
+        everyone = agree.gather_objects((own, self.hyper_parameters.set_by_steps()))
+        left_out = frozenset().union(*(words for _, words in everyone))
+        compared = [[(words, number) for words, number in found if words not in left_out] for found, _ in everyone]
         if any(found != compared[0] for found in compared):
             raise MismatchError(_different_values(compared))
-        refuse_different([told for *_, told in everyone])
         self.hyper_parameters.leave_out(left_out)
 
     def _take_for_rows(self, own: _Own, rows: int) -> None:
@@ -266,8 +257,6 @@ class Agreement:
             own.number = _THAWED
             return
         own.equal = [(_WHICH, self.deployment), *self.hyper_parameters.fingerprints()]
-        let_go = 0 if self.let_go is None or process.get_world_size() == 1 else self.let_go.number()
-        own.equal.append((_LET_GO, let_go))
         if per_row is None:
             own.number = _UNDECIDED
             return

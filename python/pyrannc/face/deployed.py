@@ -38,7 +38,6 @@ from pyrannc.store.course import course_of
 from pyrannc.store.former import Former
 from pyrannc.store.held_by_some import forget_holders, note_holders
 from pyrannc.store.later import LaterOptimizers
-from pyrannc.store.let_go import LetGo, forget_cleared
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.own_listed import note_clear
 from pyrannc.store.shared_params import note_deployed, note_taken_back
@@ -159,8 +158,6 @@ class DeployedModel(StateOfModel):
         if self._user_optimizer is not None:
             self._user_optimizer.narrow(store)
         agree.together(lambda: self._guard_params(deployment))
-        away = {id(param): name for name, param in store.used.items() if not store.is_local(name)}
-        self._agreement.let_go = LetGo(lambda: deployment.gradients.delivery, away)
         self._later = LaterOptimizers(
             store,
             self.optimizer,
@@ -253,7 +250,6 @@ class DeployedModel(StateOfModel):
             own = set(map(id, self._deployment.store.params.values()))
             if own.issuperset(self._user_optimizer.listed_ids()):
                 note_clear(self._user_optimizer.optimizer)
-                forget_cleared()
         if self._later is not None:
             self._later.note_clear()
 

@@ -78,11 +78,6 @@ def course_of(optimizer: Optimizer) -> Course:
     return found
 
 
-def backwards() -> int:
-    """How often models have given their parameters gradients."""
-    return _Backwards.value
-
-
 def note_backward() -> None:
     """A model has given its parameters gradients, on all ranks."""
     _Backwards.value += 1

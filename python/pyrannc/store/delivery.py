@@ -58,10 +58,6 @@ class Delivery:
         params: that get gradients.
         spread: names of those of which each rank keeps a part.
         nothing: a parameter without elements, behind every call too; gets a gradient where there is no other.
-
-    Attributes:
-        let_go: names of parameters whose gradients it has put into ``.grad``, and the script has taken out; none of
-            those with hooks.
     """
 
     def __init__(self, params: Sequence[SharedParam], spread: Set[str], nothing: nn.Parameter) -> None:
@@ -85,32 +81,6 @@ class Delivery:
         self._given: list[_Given] = []
         self._gpu = next((shared.param.device for shared in params if shared.param.is_cuda), None)
         self._spare: GradientSet | None = None
-        self.let_go: set[str] = set()
-        self._there: set[str] = set()
-        self._cleared: set[str] = set()
-
-    # What a script lets go of
-
-    def look(self) -> None:
-        """Finds out which of the gradients that it has given are gone."""
-        with DisableTorchFunctionSubclass():
-            self.let_go.update(name for name in self._there if self._params[name].grad is None)
-
-    def without(self) -> set[str]:
-        """Names of the parameters that have had no gradient since ranks compared what is gone."""
-        return self._params.keys() - self._there - self.let_go - self._cleared
-
-    def settle(self) -> None:
-        """Ranks have compared what is gone."""
-        with DisableTorchFunctionSubclass():
-            self._there.difference_update([name for name in self.let_go if self._params[name].grad is None])
-        self.let_go.clear()
-        self._cleared.clear()
-
-    def forget(self) -> None:
-        """Gradients have been cleared in a way that ranks count."""
-        self._cleared |= self._there
-        self._there.clear()
 
     # A script may compute with a parameter outside of the model too: torch adds up whole gradients only.
 
@@ -269,8 +239,6 @@ class Delivery:
                 grad = param.grad
                 if grad is None:
                     param.grad = new
-                    if name in self._there:
-                        self.let_go.add(name)
                 elif is_spread(grad) == is_spread(new):
                     known.append((grad, new))
                 elif is_spread(new):
@@ -279,7 +247,6 @@ class Delivery:
             _add_whole(param, new)
         if known:
             add_each([own_piece(grad) for grad, _ in known], [own_piece(new) for _, new in known])
-        self._there.update(gradients)
 
     def _give_at_once(self, gradients: Mapping[str, Tensor]) -> None:
         """For parameters that are not behind the token: a backward of their own."""

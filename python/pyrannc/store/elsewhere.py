@@ -22,7 +22,6 @@ from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
 from pyrannc.store.held_by_some import held_by_some
-from pyrannc.store.let_go import note_away
 from pyrannc.store.unscale import UNSCALE, changes_of, forget_overflow, is_told, unscale_own
 
 
@@ -308,7 +307,6 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name == "grad.get":
             return _gradient(args[0])
         note_dropped(args)
-        note_away(args[0].home.param, is_gone=len(args) == 1 or args[1] is None)
         return None
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     guarded: list[Any] = [tensor for tensor in tensors if isinstance(tensor, Guarded)]

@@ -17,7 +17,6 @@ from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
 from pyrannc.store.by_parameter import refuse_sparse
 from pyrannc.store.course import Course, course_of
-from pyrannc.store.let_go import look_everywhere
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.own_listed import hide_last
 from pyrannc.store.store import ParamStore
@@ -172,7 +171,6 @@ def _watch_steps() -> None:
 
 @kept_uncompiled
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    look_everywhere()
     for watching in list(_watching):
         watching.look_at(optimizer)
     hide_last(optimizer)

@@ -23,7 +23,6 @@ from pyrannc.store.carry import Route, carry
 from pyrannc.store.course import course_of
 from pyrannc.store.divided import DividedParams, part_of_state, whole_state
 from pyrannc.store.elsewhere import is_elsewhere
-from pyrannc.store.let_go import forget_cleared
 from pyrannc.store.no_state import forget_missing
 from pyrannc.store.optimizer_state import (
     by_number,
@@ -370,7 +369,6 @@ class UserOptimizer:
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
         forget_overflow(self.listed_ids())
         note_clear(self.optimizer)
-        forget_cleared()
         if self._only_lets_go(*args, **kwargs):
             end_failed_step(self.optimizer)
             # Parameters of other ranks have none to let go of. What classes of tensors would say takes time for each.
