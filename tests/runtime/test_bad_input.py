@@ -496,6 +496,33 @@ def wrapped_again() -> tuple[Told, float]:
     return found, float(trained(model).get_param("layers.0.weight").sum())
 
 
+def wrapped_with_its_optimizer() -> tuple[Told, float]:
+    model = Chain()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def train() -> pyrannc.RaNNCModule:
+        module = pyrannc.RaNNCModule(model, optimizer)
+        module(torch.randn(4, WIDTH)).sum().backward()
+        optimizer.step()
+        return module
+
+    module = train()
+    found = told(train)
+    module.undeploy()
+    return found, float(train().get_param("layers.0.weight").sum())
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_a_model_whose_optimizer_is_divided_is_not_wrapped_again(level: str, ranks: Ranks) -> None:
+    first, second = ranks(2).run(
+        wrapped_with_its_optimizer, env={"RANNC_PARTITION_NUM": "1", "RANNC_ENABLE_ZERO": level}
+    )
+    assert first == second
+    kind, text = first[0]
+    assert kind == "RaNNCError"
+    assert "still deployed by an earlier RaNNCModule: call undeploy() of that one" in text
+
+
 @pytest.mark.parametrize("env", [{"RANNC_PARTITION_NUM": "1"}, *IN_PARTS])
 def test_a_deployed_model_is_not_wrapped_again(env: dict[str, str], ranks: Ranks) -> None:
     first, second = ranks(2).run(wrapped_again, env=env)

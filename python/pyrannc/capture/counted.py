@@ -13,7 +13,7 @@ from .torch_internals.patching import PatchPoint
 _LEN = PatchPoint(builtins, "len")
 _MOST_CALLS = 5_000
 """So many are looked at."""
-_MOST_TRIALS = 6
+_MOST_TRIALS = 3
 """So many are tried: of what no two calls have alike, as the name of a file, these stand for all."""
 _FIRST = 3
 """The first call that has not been traced."""

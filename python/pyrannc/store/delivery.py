@@ -73,9 +73,10 @@ class Delivery:
         self._on_nodes = {name: node_hooks(node) for name, node in self._nodes.items()}
         self._on_any_node = [hooks for both in self._on_nodes.values() for hooks in both]
         # Nobody can compute with what is not whole.
-        self._doors = {name for name in self._params if name in spread and not is_spread(self._params[name])}
-        for name in self._doors:
-            self._watch(name)
+        for name in self._params:
+            if name in spread and not is_spread(self._params[name]):
+                self._nodes[name].register_prehook(_Door(self, name))
+        self._doors = sum(type(hook) is _Door for hooks in self._on_any_node for hook in hooks.values())
         watch_backwards()
         self._tokens: dict[frozenset[str], Tensor] = {}
         self._given: list[_Given] = []
@@ -84,18 +85,7 @@ class Delivery:
 
     # A script may compute with a parameter outside of the model too: torch adds up whole gradients only.
 
-    def _watch(self, name: str) -> None:
-        """Before torch gives a parameter, of whose gradient this rank has a piece, a gradient."""
-        owner = weakref.ref(self)
-
-        def before(grads: tuple[Tensor | None, ...]) -> None:
-            delivery = owner()
-            if delivery is not None and grads[0] is not None:
-                delivery._make_room(name)
-
-        self._nodes[name].register_prehook(before)
-
-    def _make_room(self, name: str) -> None:
+    def make_room(self, name: str) -> None:
         """Puts a piece aside, until the backward has ended."""
         param = self._params[name]
         if param.grad is not None and is_spread(param.grad):
@@ -131,7 +121,7 @@ class Delivery:
 
     def _hooked(self) -> list[str]:
         """Names of the parameters that have hooks now, on the tensor or on its node in autograd graphs."""
-        on_nodes = sum(map(len, self._on_any_node)) > len(self._doors)
+        on_nodes = sum(map(len, self._on_any_node)) > self._doors
         # What classes of tensors would say takes time for each.
         with DisableTorchFunctionSubclass():
             if not on_nodes and not any(map(any, map(tensor_hooks, self._params.values()))):
@@ -140,8 +130,7 @@ class Delivery:
 
     def _is_hooked(self, name: str) -> bool:
         """True for a parameter whose node has hooks of others."""
-        behind, before = self._on_nodes[name]
-        return bool(behind) or len(before) > (name in self._doors)
+        return any(type(hook) is not _Door for hooks in self._on_nodes[name] for hook in hooks.values())
 
     def _make_token(self, names: list[str]) -> Tensor:
         owner = weakref.ref(self)
@@ -252,6 +241,18 @@ class Delivery:
         """For parameters that are not behind the token: a backward of their own."""
         token = self._before(list(gradients), lambda: list(gradients.values()))
         torch.autograd.backward([token], [torch.zeros_like(token)])
+
+
+class _Door:
+    """Before torch gives a parameter, of whose gradient this rank has a piece, a whole gradient."""
+
+    def __init__(self, delivery: Delivery, name: str) -> None:
+        self._delivery, self._name = weakref.ref(delivery), name
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        delivery = self._delivery()
+        if delivery is not None and grads[0] is not None:
+            delivery.make_room(self._name)
 
 
 def _wait(stream: torch.cuda.Stream | None, others: Sequence[torch.cuda.Stream | None]) -> None:

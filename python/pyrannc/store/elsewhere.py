@@ -201,7 +201,7 @@ def guard(tensor: Tensor, home: Home, kind: type[ElsewhereParameter] | type[Else
     tensor.__class__ = kind
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=1 << 16)
 def _blank(home: Home, shape: torch.Size, dtype: torch.dtype, rank: int) -> ElsewhereTensor:
     """What has no memory, kept for the next step. Code that goes round the guard, as scripted functions do, is told so.
 

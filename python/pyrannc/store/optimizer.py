@@ -260,6 +260,11 @@ class UserOptimizer:
         """Shows what has been put under parameters as scripts find it."""
         show_state(self.optimizer, self._divided())
 
+    @property
+    def divides_state(self) -> bool:
+        """Each rank has a part of what it keeps for some parameters."""
+        return bool(self._divided())
+
     def _divided(self) -> list[DividedParams]:
         return [] if self._lists is None else self._lists.divided
 

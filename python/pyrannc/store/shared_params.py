@@ -93,7 +93,7 @@ def _why_not(model: nn.Module, optimizer: UserOptimizer | None) -> str | None:
             "this model is still spread over the ranks by a RaNNCModule that is gone: build the model anew, and call "
             "undeploy() of a RaNNCModule, on all ranks, before it is dropped"
         )
-    if any(params == own and (away or _clash(own, other, params, optimizer)) for params, other in sharing):
+    if any(params == own and (away or _is_held(own, params, other, optimizer)) for params, other in sharing):
         return (
             "this model is still deployed by an earlier RaNNCModule: call undeploy() of that one, on all ranks, before "
             "the model is wrapped again"
@@ -156,6 +156,11 @@ def note_deployed(store: ParamStore, optimizer: UserOptimizer | None, module: nn
 def note_taken_back(store: ParamStore) -> None:
     """A model is deployed no longer."""
     _deployed[:] = [known for known in _deployed if known.store() not in (None, store)]
+
+
+def _is_held(own: set[int], params: set[int], other: UserOptimizer | None, optimizer: UserOptimizer | None) -> bool:
+    """True where a model cannot be deployed once more: ranks divide its optimizer's state, or that is another."""
+    return _clash(own, other, params, optimizer) or (other is not None and other.divides_state)
 
 
 def _clash(params: set[int], other: UserOptimizer | None, known: set[int], optimizer: UserOptimizer | None) -> bool:
