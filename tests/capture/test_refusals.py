@@ -133,6 +133,23 @@ def test_a_branch_by_the_number_of_rows_is_noted() -> None:
         capture(few, (torch.ones(3, 3),), {}, device=CPU, rows=3)
 
 
+class _WithStates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, first: Tensor, cell: Tensor) -> Tensor:
+        return self.layer(x, (first, cell))[0]  # type: ignore[no-any-return]
+
+
+def test_states_whose_rows_are_another_dimension_are_named() -> None:
+    batch = torch.randn(6, 3, 4), torch.zeros(1, 6, 4), torch.zeros(1, 6, 4)
+    with pytest.raises(
+        CaptureError, match=r"Tensor 1 of the arguments \(shape \(1, 6, 4\)\) has 6 in dimension 1, .*turn"
+    ):
+        capture(_WithStates(), batch, {}, device=CPU, rows=6)
+
+
 def test_error_of_the_model_is_chained() -> None:
     def fails(x: Tensor) -> Tensor:
         raise KeyError("own error")

@@ -316,7 +316,20 @@ class Session:
         """A cause, and what to do where it is about the number of rows."""
         if not self._names_rows(cause):
             return cause
-        return f"{cause}, where {self.symbol} is the number of rows. {OF_ALL_RANKS}"
+        return f"{cause}, where {self.symbol} is the number of rows. {self._rows_across() or OF_ALL_RANKS}"
+
+    def _rows_across(self) -> str:
+        """What to do about a tensor of the arguments whose rows are not its dimension 0, if there may be one."""
+        rows = self.sample.rows
+        for place, (tensor, count) in enumerate(zip(self.inputs, self.sample.per_row, strict=True)):
+            if not count and rows > 1 and rows in tensor.shape[1:]:
+                dim = tensor.shape.index(rows, 1)
+                return (
+                    f"Tensor {place} of the arguments (shape {tuple(tensor.shape)}) has {rows} in dimension {dim}, as "
+                    "many as the batch has rows: give what has a part for each row, such as a state of a recurrent "
+                    "layer, with the rows as dimension 0, and turn it inside of the model (state.transpose(0, 1))"
+                )
+        return ""
 
     def _names_rows(self, cause: str) -> bool:
         return self.symbol is not None and re.search(rf"\b{self.symbol}\b", cause) is not None
