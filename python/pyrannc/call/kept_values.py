@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import chain
@@ -10,7 +9,7 @@ from typing import Any
 
 from pyrannc.capture.absent import Absent
 from pyrannc.capture.holdings import SCALARS
-from pyrannc.capture.kinds import is_of
+from pyrannc.capture.kinds import is_of, is_of_numpy
 from pyrannc.capture.references import REFERENCES, referent
 
 WATCHED_ITEMS = 4096
@@ -30,10 +29,7 @@ def kept(value: Any) -> Any:
         return _copied(value, {})
     if is_of(value, REFERENCES):
         return value if referent(value) is None else _Live(value)
-    # Where nobody has imported NumPy there are none of its arrays.
-    numpy = sys.modules.get("numpy")
-    is_array = numpy is not None and is_of(value, numpy.ndarray)
-    return _SameNumbers(value) if is_array and value.size <= WATCHED_ITEMS else value
+    return _SameNumbers(value) if is_of_numpy(value, "ndarray") and value.size <= WATCHED_ITEMS else value
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:

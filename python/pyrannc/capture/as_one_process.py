@@ -12,7 +12,7 @@ from typing import Any
 from pyrannc.counting import told_of_counts
 from pyrannc.errors import CaptureError
 
-from .source import SourceTracker, belongs_to_user
+from .source import SourceTracker, belongs_to_user, module_of
 from .torch_internals.gradients import graph_task
 from .torch_internals.patching import (
     GROUP_METHODS,
@@ -116,12 +116,12 @@ def as_one_process(tracker: SourceTracker) -> Iterator[list[CaptureError]]:
 
 
 def _is_silent(frame: FrameType) -> bool:
-    return frame.f_code.co_name in _SILENT and _module(frame) == _C10D
+    return frame.f_code.co_name in _SILENT and module_of(frame) == _C10D
 
 
 def _asker(frame: FrameType) -> str:
     """The file of what asks for the number of ranks, from the innermost frame that does."""
-    while frame.f_back is not None and _module(frame) == _C10D:
+    while frame.f_back is not None and module_of(frame) == _C10D:
         frame = frame.f_back
     return frame.f_code.co_filename
 
@@ -130,12 +130,8 @@ def _called(frame: FrameType) -> str:
     """The function of torch.distributed that the user's line calls, from a frame inside of it."""
     name, outer = "", frame
     while outer.f_back is not None and not belongs_to_user(outer.f_code.co_filename):
-        module = _module(outer)
+        module = module_of(outer)
         if module.startswith(_TORCH) and module != _LOGGER:
             name = f"{_TORCH if module == _C10D else module}.{outer.f_code.co_name}"
         outer = outer.f_back
     return name
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))

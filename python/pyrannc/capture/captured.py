@@ -438,25 +438,25 @@ def _refuse_late_changes(left: Sequence[Beside], second: _Attempt, once: Callabl
         except Exception as error:  # whatever the user's code raises
             return False, error
 
+    def does_the_same(late: Sequence[Beside]) -> bool:
+        same, error = tried(late)
+        if not same and not is_out_of_range(error):
+            raise late[0].refusal() from error
+        return same
+
     for calls in CALLS:
         late = after_calls(left, second[0].beside, calls)
         if not late:
             return
-        same, error = tried(late)
-        if same:
+        if does_the_same(late):
             break
-        if not is_out_of_range(error):
-            raise late[0].refusal() from error
     for trial in trials():
         late = after_calls(left, second[0].beside, trial.call, trial)
         with trial.lengths_followed():
             same, _ = tried(late)
         if not same:
             # Numbers that are followed may be others to the forward.
-            late = after_calls(left, second[0].beside, trial.call)
-            same, error = tried(late)
-            if not same and not is_out_of_range(error):
-                raise late[0].refusal() from error
+            does_the_same(after_calls(left, second[0].beside, trial.call))
 
 
 def _numbers_alone(traced: Trace) -> tuple[Carried, ...]:

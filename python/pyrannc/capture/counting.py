@@ -7,8 +7,8 @@ from typing import Any
 
 from .counted import Trial
 from .holders import NOTHING
+from .kinds import is_of_numpy
 from .left import Beside
-from .plain import is_of_numpy
 from .torch_internals.tensors import pytree
 
 _FAR = 720_720_000
@@ -65,7 +65,7 @@ def _counted(item: Beside, again: dict[Any, Any], calls: int | None, trial: Tria
 
 
 def _counts(value: Any, again: Any) -> bool:
-    is_number = type(value) in (int, float) or is_of_numpy(value)
+    is_number = type(value) in (int, float) or is_of_numpy(value, "number")
     return is_number and type(again) is type(value) and bool(value != again)
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from .bound import bound_to
-from .kinds import is_of
+from .kinds import is_of, is_of_numpy
 from .source import PACKAGES, belongs_to_user
 from .torch_internals.tensors import version
 
@@ -33,9 +33,8 @@ _WORKERS = (Tensor, nn.Module, ModuleType, FunctionType, Generator, Optimizer, L
 
 
 def is_array(value: Any) -> bool:
-    """True for an array of NumPy that has numbers; where nobody has imported NumPy there are none."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and is_of(value, numpy.ndarray) and value.dtype.kind in "biufc"
+    """True for an array of NumPy that has numbers."""
+    return is_of_numpy(value, "ndarray") and value.dtype.kind in "biufc"
 
 
 class TooMuchError(Exception):

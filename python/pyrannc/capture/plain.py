@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from typing import Any
 
 import torch
 
-from .kinds import is_of
+from .kinds import is_of, is_of_numpy
 
 PLAIN = (
     type(None), bool, int, float, complex, str, bytes, range, slice,
@@ -17,19 +16,13 @@ PLAIN = (
 """Scalars."""
 
 
-def is_of_numpy(value: Any) -> bool:
-    """True for a number of NumPy; where nobody has imported that there are none."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and is_of(value, numpy.number)
-
-
 def is_plain(value: Any) -> bool:
     """True for scalars, and containers of them."""
     if is_of(value, (tuple, list, set, frozenset, deque)):
         return all(map(is_plain, value))
     if is_of(value, dict):
         return all(map(is_plain, value.values()))
-    return is_of(value, PLAIN) or is_of_numpy(value)
+    return is_of(value, PLAIN) or is_of_numpy(value, "number")
 
 
 def same(before: Any, now: Any) -> bool:

@@ -108,6 +108,11 @@ def belongs_to_user(file: str) -> bool:
     return not (file.startswith((_TORCH_ROOT, _OWN_ROOT, "<")) or in_stdlib)
 
 
+def module_of(frame: FrameType) -> str:
+    """The name of the Python module whose code runs."""
+    return str(frame.f_globals.get("__name__"))
+
+
 def raised_at(error: BaseException, inside: Place) -> Place:
     """The user's line from which an exception came last; ``inside`` where it came from none."""
     traceback = error.__traceback__

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar
 
-from .source import belongs_to_user
+from .source import belongs_to_user, module_of
 from .torch_internals.patching import PatchPoint
 
 _READ = PatchPoint(type(os.environ), "__getitem__")
@@ -72,12 +72,8 @@ def told_of_world_size(tell: Callable[[int], None]) -> Iterator[None]:
 def _is_read_alone(frame: FrameType | None) -> bool:
     """True where code of the user asks for this setting; not for all of them, as a copy does, or to load a module."""
     reader = frame
-    while frame is not None and frame.f_code.co_name in ("get", "getenv") and _module(frame) in _READERS:
+    while frame is not None and frame.f_code.co_name in ("get", "getenv") and module_of(frame) in _READERS:
         frame = frame.f_back
     if frame is None or not belongs_to_user(frame.f_code.co_filename) or frame.f_code.co_name == "<module>":
         return False
     return frame is not reader or dis.opname[frame.f_code.co_code[frame.f_lasti]] in _SUBSCRIPTS
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))

@@ -45,7 +45,6 @@ MODULE_CALL = PatchPoint(nn.Module, "__call__")
 MODULE_TO = PatchPoint(nn.Module, "to")
 """A move that changes nothing must not replace parameters. Public: none."""
 
-
 SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
 """Scripted functions stay whole. Public: none."""
 
