@@ -113,8 +113,13 @@ class _Tiles:
 
 
 def _kinds_of(grad: Tensor) -> Tensor:
-    """(3,) float32: 1 where it has NaN, infinity, or minus infinity, else 0."""
+    """(3,) float32: 1 where it has NaN, infinity, or minus infinity, else 0, for torch's kernel that unscales.
+
+    On CUDA it looks at float64 as float32.
+    """
     real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+    if real.is_cuda:
+        real = real.float()
     return torch.stack([real.isnan().any(), (real == torch.inf).any(), (real == -torch.inf).any()]).float()
 
 

@@ -13,13 +13,12 @@ _STEP = 4096
 
 @triton.jit
 def _is_finite(values):
-    wide = values if values.dtype == tl.float64 else values.to(tl.float32)
-    return tl.abs(wide) < float("inf")
+    return tl.abs(values.to(tl.float32)) < float("inf")
 
 
 @triton.jit
 def _is_of_kind(values, KIND: tl.constexpr):
-    wide = values if values.dtype == tl.float64 else values.to(tl.float32)
+    wide = values.to(tl.float32)
     if KIND == 0:
         return wide != wide
     return wide == (float("inf") if KIND == 1 else float("-inf"))
@@ -55,7 +54,7 @@ def _judge_kernel(
 
 
 def judge(addresses: Tensor, sizes: Tensor, places: Tensor, found: Tensor, dtype: torch.dtype, tile: int) -> None:
-    """Writes 1 where a tensor has an element that is NaN, infinity, or minus infinity.
+    """Writes 1 where a tensor has an element that is NaN, infinity, or minus infinity as a float32.
 
     Args:
         addresses: of tiles, of tensors of one type on this device; 1-D int64, as the next two.
