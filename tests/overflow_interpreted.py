@@ -34,18 +34,16 @@ def main() -> None:
 
 
 def kinds_of(grads: Sequence[Tensor | None]) -> list[list[float]]:
-    """1 for each gradient that has NaN, infinity, or minus infinity, as torch sees it."""
+    """1 for each gradient that has NaN, infinity, or minus infinity as a float32, as torch's kernel sees it."""
+    real = [grad if grad is None or not grad.is_complex() else torch.view_as_real(grad) for grad in grads]
     return [
-        [
-            float(grad is not None and bool(is_there(torch.view_as_real(grad) if grad.is_complex() else grad).any()))
-            for grad in grads
-        ]
+        [float(grad is not None and bool(is_there(grad.float()).any())) for grad in real]
         for is_there in (torch.isnan, torch.isposinf, torch.isneginf)
     ]
 
 
 def made(dtype: torch.dtype, shift: int, device: torch.device) -> list[Tensor]:
-    """Gradients of each size that are finite, though large, and others with one element that is not.
+    """Gradients of each size that are finite as float32, though large, and others with one element that is not.
 
     Args:
         shift: of each, in elements, from where many elements can be loaded at once.
@@ -55,12 +53,16 @@ def made(dtype: torch.dtype, shift: int, device: torch.device) -> list[Tensor]:
         for size in SIZES
         for place, bad in ((0, 1.0), (0, math.nan), (size // 2, -math.inf), (size - 1, math.inf))
     ]
+    if dtype == torch.float64:
+        cases += [(size, size // 3, bad) for size in SIZES for bad in (1e39, -1e300)]
     rooms = [(-(-(size + shift) // 64) + 1) * 64 for size, _, _ in cases]
     # What lies between gradients belongs to none.
     flat = torch.full((sum(rooms),), math.nan, dtype=dtype, device=device)
     grads, start = [], 0
     for (size, place, bad), room in zip(cases, rooms, strict=True):
-        grad = flat[start + shift : start + shift + size].fill_(torch.finfo(dtype).max)
+        grad = flat[start + shift : start + shift + size].fill_(
+            min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+        )
         grad[place] = bad
         grads.append(grad)
         start += room

@@ -54,6 +54,18 @@ PYTHON: Arrows = {
     "__main__": ("command",),
     "__init__": ("distributed", "module"),
 }
+CAPTURE: Arrows = {
+    "torch_internals": (),
+    "user": ("torch_internals",),
+    "reads": ("user",),
+    "nodes": ("reads",),
+    "whole": ("nodes",),
+    "trace": ("whole",),
+    "passes": ("trace",),
+    "rows": ("passes",),
+    "lower": ("rows",),
+    "captured": ("lower",),
+}
 SPEAK_WITH_OTHER_RANKS = (
     "job/", "distributed.py", "runtime/channels.py", "runtime/collectives.py", "profile/links.py",
     "capture/torch_internals/patching.py", "zoo/workers.py",
@@ -147,6 +159,13 @@ def test_python_packages_keep_the_arrows() -> None:
     packages = joined(edges, {name: name.split(".")[1] for name in edges})
     assert set(packages) == set(PYTHON)
     hold(PYTHON, packages)
+
+
+def test_folders_of_the_capture_keep_the_arrows() -> None:
+    edges, _ = python_imports()
+    inside = {name for name in edges if name.startswith("pyrannc.capture.")}
+    own = {name: edges[name] & inside for name in inside}
+    hold(CAPTURE, joined(own, {name: name.split(".")[2] for name in inside}))
 
 
 def test_no_python_file_imports_itself_through_others() -> None:

@@ -31,8 +31,8 @@ from pyrannc.call.telling import (
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VALUES, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import Captured, CaptureOptions, Sample, flatten
-from pyrannc.capture.autocast import no_autocast
-from pyrannc.capture.row_conditions import first_other, other_rows
+from pyrannc.capture.nodes.autocast import no_autocast
+from pyrannc.capture.nodes.row_conditions import first_other, other_rows
 from pyrannc.capture.torch_internals.compiler import start_compiling_processes
 from pyrannc.capture.torch_internals.gradients import at_end_of_backward
 from pyrannc.capture.torch_internals.levels import transforms_are_active

@@ -20,9 +20,9 @@ from torch.distributed.nn.functional import all_gather
 
 import pyrannc
 from pyrannc.capture import CaptureOptions, capture
-from pyrannc.capture.as_one_process import as_one_process
-from pyrannc.capture.source import SourceTracker
+from pyrannc.capture.reads.as_one_process import as_one_process
 from pyrannc.capture.torch_internals.patching import GROUP_SIZE, RANK_NOT_IN_GROUP
+from pyrannc.capture.user.source import SourceTracker
 from pyrannc.errors import CaptureError
 from pyrannc.job.process import ensure_process_group
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyrannc.capture import Captured, capture
-from pyrannc.capture.autocast import Autocast, no_autocast
+from pyrannc.capture.nodes.autocast import Autocast, no_autocast
 from pyrannc.errors import CaptureError
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 4, 6

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from pyrannc.call.guards import ModuleGuards
 from pyrannc.capture import Captured, capture
-from pyrannc.capture.counted import Trial, trials
-from pyrannc.capture.holders import NOTHING, Name
-from pyrannc.capture.left import Unset, lift
+from pyrannc.capture.reads.counted import Trial, trials
+from pyrannc.capture.user.holders import NOTHING, Name
+from pyrannc.capture.user.left import Unset, lift
 from pyrannc.errors import CaptureError, RaNNCError
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from pyrannc.capture import Captured, capture
-from pyrannc.capture.chance import alike_draws, other_states, torch_draws, trial_draws
-from pyrannc.capture.ops import draws_random_numbers
+from pyrannc.capture.nodes.chance import alike_draws, other_states, torch_draws, trial_draws
+from pyrannc.capture.nodes.ops import draws_random_numbers
 from pyrannc.errors import CaptureError
 
 RNG = random.Random(0)

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pyrannc.capture import Captured, capture
-from pyrannc.capture.facts import GRAD_ENABLED
-from pyrannc.capture.grad_mode import GradMode
-from pyrannc.capture.one_call import as_one_function
+from pyrannc.capture.nodes.facts import GRAD_ENABLED
+from pyrannc.capture.nodes.one_call import as_one_function
+from pyrannc.capture.trace.grad_mode import GradMode
 
 WIDTH, LENGTH = 4, 16
 

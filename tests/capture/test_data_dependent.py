@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from pyrannc._native import Graph
 from pyrannc.capture import Captured, CaptureOptions, Sample, capture
-from pyrannc.capture.row_trial import within
-from pyrannc.capture.source import Part
-from pyrannc.capture.tracer import Trace, trace
+from pyrannc.capture.rows.trial import within
+from pyrannc.capture.trace.tracer import Trace, trace
+from pyrannc.capture.user.source import Part
 from pyrannc.errors import CaptureError
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 4, 3

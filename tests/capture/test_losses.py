@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pyrannc.capture import Captured, CaptureOptions, capture, lower, row_trial
-from pyrannc.capture.dims import Dim
-from pyrannc.capture.row_trial import rows_shown
+from pyrannc.capture import Captured, CaptureOptions, capture, lower
+from pyrannc.capture.nodes.dims import Dim
+from pyrannc.capture.rows import trial
+from pyrannc.capture.rows.trial import rows_shown
 
 ROWS, CLASSES, IGNORED = 6, 5, -100
 CPU = torch.device("cpu")
@@ -204,7 +205,7 @@ def test_what_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(seen) == 64
     for rows, found in ((3, False), (5, True), (13, True)):
         seen.clear()
-        monkeypatch.setattr(row_trial, "MOST_BYTES", rows * 64 * 4 * (3 if rows > 5 else 1))
+        monkeypatch.setattr(trial, "MOST_BYTES", rows * 64 * 4 * (3 if rows > 5 else 1))
         assert (rows_shown(call, [operand], CPU, ROWS) > 0) is found
         assert max(seen, default=0) == {3: 0, 5: 4, 13: 13}[rows]
 
@@ -218,7 +219,7 @@ def test_what_is_made_inside_is_not_too_large(monkeypatch: pytest.MonkeyPatch) -
         return x * (x[:, :, None] * x[:, None]).sum(-1)
 
     operand = torch.empty(1, 64, device="meta"), [Dim(1, 0), Dim(0, 64)], False
-    monkeypatch.setattr(row_trial, "MOST_BYTES_INSIDE", 10 * 4 * (64 * 64 + 2 * 64))
+    monkeypatch.setattr(trial, "MOST_BYTES_INSIDE", 10 * 4 * (64 * 64 + 2 * 64))
     assert rows_shown(call, [operand], CPU, ROWS)
     assert max(seen) == 10
 
@@ -232,9 +233,9 @@ def test_for_many_rows_there_has_to_be_time() -> None:
         return x * 2
 
     operand = torch.empty(1, 3, device="meta"), [Dim(1, 0), Dim(0, 3)], False
-    with row_trial.within(30.0):
+    with trial.within(30.0):
         assert rows_shown(call, [operand], CPU, 10**6)
-    assert row_trial.MANY <= max(seen) < 10**6
+    assert trial.MANY <= max(seen) < 10**6
 
 
 @torch.jit.script

@@ -17,9 +17,9 @@ from pyrannc.capture import (
     can_be_traced,
     capture_sample,
     first_that_may_lack_rows,
-    reading,
-    tracer,
 )
+from pyrannc.capture.rows import reading
+from pyrannc.capture.trace import tracer
 
 Reading = Callable[[Tensor, Tensor], Tensor]
 

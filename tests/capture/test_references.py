@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyrannc.call.guards import ModuleGuards
 from pyrannc.capture import capture
-from pyrannc.capture.references import referent, referents_in
+from pyrannc.capture.user.references import referent, referents_in
 
 
 class Trainer:

@@ -17,11 +17,12 @@ from pyrannc._native import Graph
 from pyrannc.call.alike import capture_alike
 from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture import Captured, CaptureError, CaptureOptions, Sample, capture, row_trial
-from pyrannc.capture.dims import Dim
-from pyrannc.capture.one_call import as_one_call
+from pyrannc.capture import Captured, CaptureError, CaptureOptions, Sample, capture
+from pyrannc.capture.nodes.dims import Dim
+from pyrannc.capture.nodes.one_call import as_one_call
 from pyrannc.capture.options import NO_OPTIONS
-from pyrannc.capture.row_trial import rows_shown
+from pyrannc.capture.rows import trial
+from pyrannc.capture.rows.trial import rows_shown
 from pyrannc.capture.torch_internals.levels import functorch_is_active
 from pyrannc.capture.torch_internals.tracing import compiling_state
 from pyrannc.core.tail import DividedFacts
@@ -416,7 +417,7 @@ def test_as_many_rows_are_tried_as_all_ranks_have(others: int, row_wise: bool) -
 
 def test_it_is_known_with_how_many_rows_a_group_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert captured(Experts(), tried=["inner.0"]).shown_rows == ROWS
-    monkeypatch.setattr(row_trial, "MOST_BYTES", 2000)
+    monkeypatch.setattr(trial, "MOST_BYTES", 2000)
     args, kwargs = call(ROWS)
     found = capture(Net(Experts()), args, kwargs, device=CPU, rows=ROWS, all_rows=2000, tried_together=["inner.0"])
     assert found.row_wise == (True,)
@@ -565,13 +566,13 @@ def test_what_would_end_a_gpu_is_not_tried_there(name: str, monkeypatch: pytest.
     def no_kernel(x: Tensor) -> Tensor:
         raise NotImplementedError("Could not run this on the host")
 
-    places, original = [], row_trial._holds
+    places, original = [], trial._holds
 
     def holds(call: Any, operands: Any, device: torch.device, *others: Any) -> int:
         places.append(device.type)
         return original(call, operands, device, *others) if device.type == "cpu" else 0
 
-    monkeypatch.setattr(row_trial, "_holds", holds)
+    monkeypatch.setattr(trial, "_holds", holds)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = torch.empty(2, 3, device="meta"), [Dim(1, 0), Dim(0, 3)], False
     assert not rows_shown(FAILING.get(name, no_kernel), [rows], torch.device("cuda"), ROWS)

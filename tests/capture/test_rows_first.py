@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyrannc.capture import Captured, capture
-from pyrannc.capture.dims import Dim
-from pyrannc.capture.row_trial import rows_shown
+from pyrannc.capture.nodes.dims import Dim
+from pyrannc.capture.rows.trial import rows_shown
 
 ROWS, PATCHES, WIDTH = 4, 4, 8
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.capture import Answering, Captured, PartOfBatchError, Sample, capture_sample
-from pyrannc.capture.row_conditions import ROWS, RowCondition, is_of_many
-from pyrannc.capture.source import Place
+from pyrannc.capture.nodes.row_conditions import ROWS, RowCondition, is_of_many
+from pyrannc.capture.user.source import Place
 from pyrannc.errors import CaptureError
 
 WIDTH = 6

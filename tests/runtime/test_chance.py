@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import pyrannc
-from pyrannc.capture.chance import other_states
+from pyrannc.capture.nodes.chance import other_states
 from pyrannc.job import agree, process
 from tests.ranks import RankPool
 

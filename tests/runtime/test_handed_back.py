@@ -17,8 +17,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pyrannc
 from pyrannc.capture import flatten
-from pyrannc.capture.absent import Absent
-from pyrannc.capture.handed_back import as_given
+from pyrannc.capture.reads.handed_back import as_given
+from pyrannc.capture.user.absent import Absent
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

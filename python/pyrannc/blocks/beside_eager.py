@@ -15,9 +15,9 @@ from torch.fx.node import map_aggregate, map_arg
 from pyrannc.blocks.compiled import SpanCode
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.joint import results_of
-from pyrannc.capture.chance import torch_draws
-from pyrannc.capture.operands import arguments
-from pyrannc.capture.ops import draws_random_numbers
+from pyrannc.capture.nodes.chance import torch_draws
+from pyrannc.capture.nodes.operands import arguments
+from pyrannc.capture.nodes.ops import draws_random_numbers
 from pyrannc.capture.torch_internals.devices import all_digits
 
 _MOST = 2.0

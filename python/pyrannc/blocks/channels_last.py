@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from pyrannc.capture import Captured
-from pyrannc.capture.operands import arguments
+from pyrannc.capture.nodes.operands import arguments
 from pyrannc.core.graph import GraphFacts
 
 _aten = torch.ops.aten

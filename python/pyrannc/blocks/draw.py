@@ -17,7 +17,7 @@ from torch.autograd import Function
 from pyrannc.blocks import laws, philox
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.stream import Draw
-from pyrannc.capture.operands import arguments
+from pyrannc.capture.nodes.operands import arguments
 from pyrannc.capture.torch_internals.operators import OpOverload, safe_softmax, schema
 from pyrannc.core.partition import RowDim
 

@@ -15,7 +15,7 @@ from pyrannc.blocks.placed import PlacedSpan
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.span import SpanFunction
 from pyrannc.capture import Captured
-from pyrannc.capture.leaf import OpaqueCall
+from pyrannc.capture.nodes.leaf import OpaqueCall
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart, StagePart
 

@@ -22,7 +22,7 @@ from pyrannc.blocks.graphs import (
 )
 from pyrannc.blocks.lifted import Lifted
 from pyrannc.blocks.randomness import Randomness
-from pyrannc.capture.ops import draws_random_numbers
+from pyrannc.capture.nodes.ops import draws_random_numbers
 from pyrannc.capture.torch_internals.compiler import (
     memory_budget,
     mode_of_known_sizes,

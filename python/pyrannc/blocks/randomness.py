@@ -19,7 +19,7 @@ from pyrannc.blocks import philox
 from pyrannc.blocks.ahead import Ahead
 from pyrannc.blocks.recorded import Place, RecordedDraws
 from pyrannc.blocks.stream import CallKey, Draw, RowsInHand
-from pyrannc.capture.chance import other_generators_restored, seed_others
+from pyrannc.capture.nodes.chance import other_generators_restored, seed_others
 from pyrannc.core.partition import RowDim
 from pyrannc.core.program import Rows
 

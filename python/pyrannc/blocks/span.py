@@ -22,7 +22,7 @@ from pyrannc.blocks.joint import Seen
 from pyrannc.blocks.one_row import gradient_laid_out, needs_gradient_laid_out
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
-from pyrannc.capture.ops import opens_region
+from pyrannc.capture.nodes.ops import opens_region
 from pyrannc.capture.torch_internals.levels import ending_regions
 from pyrannc.capture.torch_internals.operators import SET_GRAD_ENABLED, OpOverload
 from pyrannc.capture.torch_internals.tensors import leads_nowhere

@@ -20,8 +20,8 @@ from pyrannc.call.shared_inputs import refuse_shared
 from pyrannc.call.variant import CallKey, Variant, Variants
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Sample, signature
-from pyrannc.capture.autocast import Autocast, no_autocast
-from pyrannc.capture.dense import why_not_dense
+from pyrannc.capture.nodes.autocast import Autocast, no_autocast
+from pyrannc.capture.trace.dense import why_not_dense
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
 from pyrannc.switches import switches

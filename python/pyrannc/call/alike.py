@@ -20,8 +20,8 @@ from pyrannc.capture import (
     capture_sample,
     trace,
 )
-from pyrannc.capture.row_conditions import RowCondition
-from pyrannc.capture.row_lists import has_row_lists
+from pyrannc.capture.nodes.row_conditions import RowCondition
+from pyrannc.capture.user.row_lists import has_row_lists
 from pyrannc.errors import CaptureError, MismatchError
 from pyrannc.job import agree
 

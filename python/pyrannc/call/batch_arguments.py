@@ -22,7 +22,7 @@ from pyrannc.call.equal import digest, names_inside
 from pyrannc.call.lists_of_rows import ADVICE, refuse_lists_of_rows
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Sample, Structure, batch_rows, can_be_traced, first_that_may_lack_rows, flatten
-from pyrannc.capture.row_lists import RowList
+from pyrannc.capture.user.row_lists import RowList
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyrannc.capture.contents import contents
+from pyrannc.capture.user.contents import contents
 
 SMALL_BYTES = 4096
 """Tensors on the host up to here are compared at each call."""

@@ -12,11 +12,11 @@ from torch import nn
 from pyrannc.call.kept_values import NUMBERS, Types, kept
 from pyrannc.call.watched import Holder, Watched
 from pyrannc.capture import PythonState
-from pyrannc.capture.global_reads import GlobalReads
-from pyrannc.capture.hooks import refuse_new_hooks
-from pyrannc.capture.kinds import is_of
+from pyrannc.capture.reads.global_reads import GlobalReads
+from pyrannc.capture.reads.hooks import refuse_new_hooks
 from pyrannc.capture.torch_internals.modules import hooks_of_all_calls, hooks_of_calls, own_modules
 from pyrannc.capture.torch_internals.tensors import version
+from pyrannc.capture.user.kinds import is_of
 
 
 class ModuleGuards:

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
-from pyrannc.capture.absent import Absent
-from pyrannc.capture.holdings import SCALARS
-from pyrannc.capture.kinds import is_of, is_of_numpy
-from pyrannc.capture.references import REFERENCES, referent
+from pyrannc.capture.user.absent import Absent
+from pyrannc.capture.user.holdings import SCALARS
+from pyrannc.capture.user.kinds import is_of, is_of_numpy
+from pyrannc.capture.user.references import REFERENCES, referent
 
 WATCHED_ITEMS = 4096
 """Longer containers are watched by identity and length only."""

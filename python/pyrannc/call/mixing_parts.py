@@ -16,8 +16,8 @@ from torch import nn
 
 from pyrannc._native import Divided, Graph
 from pyrannc.capture import Captured, KeptWhole
-from pyrannc.capture.row_trial import within
-from pyrannc.capture.untraceable import alike, has_own_forward
+from pyrannc.capture.nodes.untraceable import alike, has_own_forward
+from pyrannc.capture.rows.trial import within
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.tail import DividedFacts
 from pyrannc.errors import CaptureError

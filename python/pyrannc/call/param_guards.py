@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.reads.lacking import Lacking
 from pyrannc.capture.torch_internals.gradients import tensor_hooks
 from pyrannc.capture.torch_internals.modules import own_buffers, own_modules, own_params
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass

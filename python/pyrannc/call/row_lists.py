@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.capture import Structure, flatten
-from pyrannc.capture.row_lists import RowList
+from pyrannc.capture.user.row_lists import RowList
 from pyrannc.errors import InputError
 from pyrannc.job import agree
 

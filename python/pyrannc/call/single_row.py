@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from pyrannc.capture import Captured, Place
-from pyrannc.capture.operands import arguments
+from pyrannc.capture.nodes.operands import arguments
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import StagePart
 from pyrannc.core.program import RankProgram

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from pyrannc.call.variant import Variant
-from pyrannc.capture.absent import Absent
-from pyrannc.capture.assumptions import Attribute
-from pyrannc.capture.holders import NOTHING, Holder
-from pyrannc.capture.left import lift
+from pyrannc.capture.reads.assumptions import Attribute
+from pyrannc.capture.user.absent import Absent
+from pyrannc.capture.user.holders import NOTHING, Holder
+from pyrannc.capture.user.left import lift
 
 
 class StaleAttributes:

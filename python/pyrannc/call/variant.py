@@ -29,11 +29,11 @@ from pyrannc.capture import (
     capture_sample,
     trace,
 )
-from pyrannc.capture.attributes import assign
-from pyrannc.capture.lacking import Lacking
-from pyrannc.capture.row_conditions import OtherRowsError, first_other
-from pyrannc.capture.row_lists import has_row_lists
-from pyrannc.capture.sequences import ADVICE
+from pyrannc.capture.nodes.row_conditions import OtherRowsError, first_other
+from pyrannc.capture.reads.lacking import Lacking
+from pyrannc.capture.trace.attributes import assign
+from pyrannc.capture.trace.sequences import ADVICE
+from pyrannc.capture.user.row_lists import has_row_lists
 from pyrannc.core.graph import GraphFacts, ParamFacts
 from pyrannc.core.partition import Parts
 from pyrannc.core.program import Call, RankProgram

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from pyrannc.call.kept_values import WATCHED_ITEMS, WATCHED_VALUES
 from pyrannc.capture import INTERNAL, is_plain
-from pyrannc.capture.absent import Absent
-from pyrannc.capture.holdings import SCALARS, Slots, is_record, is_users_own
-from pyrannc.capture.kinds import is_of
 from pyrannc.capture.torch_internals.modules import own_buffers, own_modules, own_params
+from pyrannc.capture.user.absent import Absent
+from pyrannc.capture.user.holdings import SCALARS, Slots, is_record, is_users_own
+from pyrannc.capture.user.kinds import is_of
 
 Holder = Mapping[str, Any]
 """What has attributes or variables, by their names."""

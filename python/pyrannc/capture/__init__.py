@@ -2,19 +2,19 @@
 
 from pyrannc.errors import CaptureError
 
-from .assumptions import FROM_ARGUMENTS, Answering, Assumption, Attribute, PartOfBatchError, PythonState, Question
-from .attributes import INTERNAL
 from .captured import Captured, capture, capture_sample, signature
-from .dims import Dim
-from .flatten import Structure, batch_rows, by_extents, flatten
-from .lengths import FixedLengthError, LengthTrace
+from .nodes.dims import Dim
+from .nodes.untraceable import KeptWhole
 from .options import NO_OPTIONS, CaptureOptions
-from .plain import is_plain
-from .reading import can_be_traced, first_that_may_lack_rows
-from .sample import Sample
-from .source import Part, Place
-from .tracer import Trace, Tracing, trace
-from .untraceable import KeptWhole
+from .reads.assumptions import FROM_ARGUMENTS, Answering, Assumption, Attribute, PartOfBatchError, PythonState, Question
+from .rows.lengths import FixedLengthError, LengthTrace
+from .rows.reading import can_be_traced, first_that_may_lack_rows
+from .trace.attributes import INTERNAL
+from .trace.sample import Sample
+from .trace.tracer import Trace, Tracing, trace
+from .user.flatten import Structure, batch_rows, by_extents, flatten
+from .user.plain import is_plain
+from .user.source import Part, Place
 
 __all__ = [
     "FROM_ARGUMENTS",

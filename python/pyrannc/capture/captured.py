@@ -15,33 +15,33 @@ from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
-from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PartOfBatchError, PythonState
-from .attributes import Carried, assigned, carries_number, refuse_changed_tensors
-from .autocast import autocast_state, no_autocast
-from .clean import CleanGraph, clean, place_of
 from .computation import compute_the_same
-from .counted import trials
-from .counting import CALLS, after_calls, is_out_of_range
-from .data_dependent import ReturnedExtentsError
-from .dense import refuse_state_not_dense
-from .dims import Dim
-from .flatten import Structure, batch_rows, flatten
-from .handed_back import Given, Put, hand_back
-from .left import Beside, found_beside
-from .limits import Limit
 from .lower import Lowered, can_be_groups, is_tried, lower
-from .operands import mutated_arguments
-from .ops import aliased_arguments
+from .nodes.autocast import autocast_state, no_autocast
+from .nodes.dims import Dim
+from .nodes.operands import mutated_arguments
+from .nodes.ops import aliased_arguments
+from .nodes.row_conditions import RowCondition, first_other, other_rows
+from .nodes.untraceable import KeptWhole, WholeModules
 from .options import NO_OPTIONS, CaptureOptions
-from .outputs import only_asked
-from .plain import is_plain
-from .row_conditions import RowCondition, first_other, other_rows
-from .rows_of_batch import trace_for_batch
-from .sample import Sample
-from .source import Place
+from .passes.clean import CleanGraph, clean, place_of
+from .passes.data_dependent import ReturnedExtentsError
+from .reads.assumptions import FROM_ARGUMENTS, Answering, Assumption, PartOfBatchError, PythonState
+from .reads.counted import trials
+from .reads.counting import CALLS, after_calls, is_out_of_range
+from .reads.handed_back import Given, Put, hand_back
+from .rows.counts import trace_for_batch
 from .told import ToldRowWise
-from .tracer import Trace, Tracing, trace
-from .untraceable import KeptWhole, WholeModules
+from .trace.attributes import Carried, assigned, carries_number, refuse_changed_tensors
+from .trace.dense import refuse_state_not_dense
+from .trace.limits import Limit
+from .trace.outputs import only_asked
+from .trace.sample import Sample
+from .trace.tracer import Trace, Tracing, trace
+from .user.flatten import Structure, batch_rows, flatten
+from .user.left import Beside, found_beside
+from .user.plain import is_plain
+from .user.source import Place
 
 _Attempt = tuple[Trace, CleanGraph, Lowered]
 _NUMBERS = (bool, int, float, complex, str, type(None))

@@ -26,9 +26,9 @@ from pyrannc.core.tail import DividedFacts, TailPart
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
 from .captured import Captured, capture
-from .flatten import batch_rows, flatten
 from .options import NO_OPTIONS, CaptureOptions
-from .source import belongs_to_user
+from .user.flatten import batch_rows, flatten
+from .user.source import belongs_to_user
 
 _EXAMPLE = """\
 Example: python -m pyrannc capture train.py:example -o bert.json

@@ -13,16 +13,11 @@ from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
-from .assumptions import Assumption, PartOfBatchError
-from .clean import CleanGraph, grad_enabled, place_of
-from .contents import contents
-from .dims import AffineReader, Dim
-from .facts import FACTS, TensorFacts
-from .fixed import FixedTensors
-from .inner_backward import backward_called_at
-from .leaf import Apart, GradientHook, OpaqueCall
-from .operands import mutated_arguments
-from .ops import (
+from .nodes.dims import AffineReader, Dim
+from .nodes.facts import FACTS, TensorFacts
+from .nodes.leaf import Apart, GradientHook, OpaqueCall
+from .nodes.operands import mutated_arguments
+from .nodes.ops import (
     aliased_arguments,
     closes_region,
     draws_random_numbers,
@@ -32,14 +27,19 @@ from .ops import (
     opens_region,
     target_name,
 )
-from .row_groups import GroupTrials, RowGroup, row_groups
-from .row_trial import INTEGERS, as_drawn, rows_shown
-from .sizes import known_sizes
-from .source import Part
+from .nodes.untraceable import UntraceableError
+from .passes.clean import CleanGraph, grad_enabled, place_of
+from .reads.assumptions import Assumption, PartOfBatchError
+from .rows.fixed import FixedTensors
+from .rows.groups import GroupTrials, RowGroup, row_groups
+from .rows.sizes import known_sizes
+from .rows.trial import INTEGERS, as_drawn, rows_shown
 from .torch_internals.fakes import FakeTensor, known_data
 from .torch_internals.operators import OpOverload
-from .tracer import NamedTensors, Trace
-from .untraceable import UntraceableError
+from .trace.tracer import NamedTensors, Trace
+from .user.contents import contents
+from .user.source import Part
+from .whole.inner_backward import backward_called_at
 
 _SCHEMA = 1
 _DTYPES = (

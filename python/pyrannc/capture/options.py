@@ -10,7 +10,7 @@ from torch import nn
 
 from pyrannc.errors import CaptureError
 
-from .source import Part
+from .user.source import Part
 
 
 @dataclass(frozen=True)

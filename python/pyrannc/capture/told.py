@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from .lower import Lowered
-from .source import Part
-from .tracer import Trace
-from .untraceable import UntraceableError, is_inside
+from .nodes.untraceable import UntraceableError, is_inside
+from .trace.tracer import Trace
+from .user.source import Part
 
 _Found = TypeVar("_Found", bound=tuple[Trace, object, Lowered])
 

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from pyrannc.capture.attributes import PlainAttributes, PlainChange
 from pyrannc.capture.torch_internals.modules import EXTRA_STATE, reparametrized
+from pyrannc.capture.trace.attributes import PlainAttributes, PlainChange
 from pyrannc.checkpoint.recording import recording
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process

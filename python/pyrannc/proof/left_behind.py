@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from pyrannc.capture.source import Place, raised_at
 from pyrannc.capture.torch_internals.fakes import FakeTensor, TraceMode
 from pyrannc.capture.torch_internals.tensors import TorchDispatchMode, pytree
+from pyrannc.capture.user.source import Place, raised_at
 from pyrannc.errors import CaptureError
 
 _DESCRIBE = (torch.ops.prim.device.default, torch.ops.prim.layout.default)

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from pyrannc.blocks.function import StageCode
 from pyrannc.call.variant import Variant
 from pyrannc.capture import flatten
-from pyrannc.capture.as_one_process import as_one_process
-from pyrannc.capture.attributes import AttributeLog
-from pyrannc.capture.autocast import no_autocast
-from pyrannc.capture.chance import other_generators_restored, other_states, torch_draws
-from pyrannc.capture.handed_back import as_given
-from pyrannc.capture.row_lists import unpacked
-from pyrannc.capture.source import SourceTracker
+from pyrannc.capture.nodes.autocast import no_autocast
+from pyrannc.capture.nodes.chance import other_generators_restored, other_states, torch_draws
+from pyrannc.capture.reads.as_one_process import as_one_process
+from pyrannc.capture.reads.handed_back import as_given
 from pyrannc.capture.torch_internals.levels import regions_ended
 from pyrannc.capture.torch_internals.modules import reparametrized
 from pyrannc.capture.torch_internals.tensors import version
+from pyrannc.capture.trace.attributes import AttributeLog
+from pyrannc.capture.user.row_lists import unpacked
+from pyrannc.capture.user.source import SourceTracker
 from pyrannc.core.partition import StagePart
 from pyrannc.proof.outcome import seeds
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from pyrannc.call.variant import Variant
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture.holders import Name
-from pyrannc.capture.lacking import Lacking
-from pyrannc.capture.left import reads_left
-from pyrannc.capture.source import Place
-from pyrannc.capture.untraceable import has_own_forward
+from pyrannc.capture.nodes.untraceable import has_own_forward
+from pyrannc.capture.reads.lacking import Lacking
+from pyrannc.capture.user.holders import Name
+from pyrannc.capture.user.left import reads_left
+from pyrannc.capture.user.source import Place
 from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
 from pyrannc.job.device_memory import give_back, left_bytes

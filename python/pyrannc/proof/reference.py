@@ -12,11 +12,11 @@ from torch.func import functional_call
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
-from pyrannc.capture.attributes import AttributeLog
-from pyrannc.capture.autocast import no_autocast
-from pyrannc.capture.handed_back import as_given
-from pyrannc.capture.row_lists import unpacked
-from pyrannc.capture.source import SourceTracker
+from pyrannc.capture.nodes.autocast import no_autocast
+from pyrannc.capture.reads.handed_back import as_given
+from pyrannc.capture.trace.attributes import AttributeLog
+from pyrannc.capture.user.row_lists import unpacked
+from pyrannc.capture.user.source import SourceTracker
 from pyrannc.core.partition import StagePart
 from pyrannc.proof.outcome import Outcome, seeds
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyrannc.call.variant import Variant
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture.autocast import no_autocast
+from pyrannc.capture.nodes.autocast import no_autocast
 from pyrannc.core.partition import OutputPart, RowDim
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.blocks.conversion import HALF
-from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.reads.lacking import Lacking
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process

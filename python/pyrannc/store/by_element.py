@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
-from pyrannc.capture.chance import torch_draws
+from pyrannc.capture.nodes.chance import torch_draws
 from pyrannc.store.by_parameter import state_like, tried
 
 _STEPS, _MOST_STEPS = 100, 1000

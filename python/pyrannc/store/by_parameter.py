@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from pyrannc.capture.chance import is_generator, other_generators_restored, torch_draws
+from pyrannc.capture.nodes.chance import is_generator, other_generators_restored, torch_draws
 from pyrannc.errors import RaNNCError
 from pyrannc.store.shown_state import kept_state
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.reads.lacking import Lacking
 from pyrannc.capture.torch_internals.patching import CHECKS_OF_SENT, GROUP_METHODS, PatchPoint
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree, refuse_reading
 from pyrannc.errors import RaNNCError

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.reads.lacking import Lacking
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job import process
 

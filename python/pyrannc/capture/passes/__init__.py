@@ -1,0 +1,1 @@
+"""From a raw trace to the flat graph whose nodes become Ops."""

@@ -1,0 +1,1 @@
+"""What stays whole in a trace: sub-modules, functions, branches and loops, each one Op."""
