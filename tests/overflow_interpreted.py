@@ -58,7 +58,7 @@ def made(dtype: torch.dtype, shift: int, device: torch.device) -> list[Tensor]:
     rooms = [(-(-(size + shift) // 64) + 1) * 64 for size, _, _ in cases]
     # What lies between gradients belongs to none.
     flat = torch.full((sum(rooms),), math.nan, dtype=dtype, device=device)
-    grads, start = [], 0
+    grads, start, large = [], 0, min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     for (size, place, bad), room in zip(cases, rooms, strict=True):
         grad = flat[start + shift : start + shift + size].fill_(
             min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
