@@ -60,9 +60,7 @@ def made(dtype: torch.dtype, shift: int, device: torch.device) -> list[Tensor]:
     flat = torch.full((sum(rooms),), math.nan, dtype=dtype, device=device)
     grads, start, large = [], 0, min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     for (size, place, bad), room in zip(cases, rooms, strict=True):
-        grad = flat[start + shift : start + shift + size].fill_(
-            min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-        )
+        grad = flat[start + shift : start + shift + size].fill_(large)
         grad[place] = bad
         grads.append(grad)
         start += room
