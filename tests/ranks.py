@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
@@ -33,6 +34,9 @@ _GRACE_S = 5.0
 """How long the other ranks may go on after one has failed: they may wait for it forever."""
 
 _Outcome = tuple[bool, Any]
+
+_turns = count(os.getpid())
+"""By which ports are chosen."""
 
 
 class RankFailed(AssertionError):
@@ -254,6 +258,14 @@ def _launch_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One below those that the system gives to connections, which might take it before rank 0 listens at it.
+
+    Each worker of pytest has some of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for turn in _turns:
+        port = 10_000 + 600 * (worker % 36) + turn % 600
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError
