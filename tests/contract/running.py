@@ -8,12 +8,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from unittest.mock import patch
+from zlib import crc32
 
 import numpy as np
 import torch
 
 import pyrannc
 from pyrannc.log import COMPONENTS, get_logger
+from pyrannc.runtime import rehearsal
 from tests.runtime.equivalence import double_precision
 
 from .habits import HABITS
@@ -51,7 +54,7 @@ def run_rank(name: str, setting: Setting) -> Run:
     """The script on this rank, with this rank's rows. All ranks call it; other errors than RaNNC's are raised."""
     job = RankJob(pyrannc.get_rank(), setting.rows)
     error: pyrannc.RaNNCError | None = None
-    with fresh(), _warnings() as told:
+    with fresh(), _rehearsals(name), _warnings() as told:
         try:
             HABITS[name].script(job)
         except pyrannc.RaNNCError as caught:
@@ -82,6 +85,16 @@ def fresh() -> Iterator[None]:
         pyrannc.delay_grad_allreduce(False)
         pyrannc.keep_graph(False)
         pyrannc.sync_params_on_init(True)
+
+
+@contextmanager
+def _rehearsals(name: str) -> Iterator[None]:
+    """Every other habit's ranks rehearse their steps, as on GPUs."""
+    if crc32(name[::-1].encode()) % 2:
+        with patch.object(rehearsal, "is_needed", lambda context, program: True):
+            yield
+    else:
+        yield
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pyrannc.core.profile import BlockPoint
 from pyrannc.errors import first_line
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, Run
+from pyrannc.profile.bounds import Bounds
 from pyrannc.profile.meter import LEAST_US, Meter
 
 _log = get_logger("DPStaging")
@@ -91,8 +92,10 @@ class BlockMeter:
         try:
             code = make()
             self._meter.draw_from(code.randomness)
-            host_us = self._host_us(code, row_counts[0])
+            host_us: tuple[float, float] | None = None
             for rows in row_counts:
+                self._try(code, rows)
+                host_us = host_us or self._host_us(code, rows)
                 points.append(self._point(code, rows, host_us))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -108,6 +111,12 @@ class BlockMeter:
         if compiled is None:
             return points
         return [self._as_compiled(point, fitting[-1], compiled) if point.fits else point for point in points]
+
+    def _try(self, code: BlockCode, rows: int) -> None:
+        """Raises IndexError where made-up data number what is not there: the host says so by itself, a GPU ends."""
+        if self._meter.on_gpu:
+            with Bounds():  # type: ignore[no-untyped-call]  # torch has no types for it
+                code.forward(rows, code.feeds(rows))
 
     def _compiled_point(self, name: str, code: BlockCode, plain: BlockPoint) -> BlockPoint | None:
         """The cost of compiled code, where there is some that runs and pays."""
@@ -167,6 +176,7 @@ class BlockMeter:
         try:
             code = make()
             self._meter.draw_from(code.randomness)
+            self._try(code, rows)
             if eager or not self._compiles(code, rows):
                 code.leave_as_it_is()
             return self._meter.without_host(_step(code, rows))

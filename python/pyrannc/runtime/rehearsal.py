@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from pyrannc.core.program import AllGather, Exchange, Message, RankProgram, ReduceScatter
+from pyrannc.core.program import Action, AllGather, Exchange, Message, RankProgram, ReduceScatter
+from pyrannc.errors import first_line
 from pyrannc.job.exchange import Work
+from pyrannc.log import get_logger
 from pyrannc.runtime.batch import Batch, OfBatch
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.context import StageContext
@@ -23,6 +26,8 @@ from pyrannc.runtime.exchanges import Exchanges
 from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.loss import Weights
 from pyrannc.runtime.seat import Seat
+
+_log = get_logger("RaNNCModule")
 
 
 def is_needed(context: StageContext, program: RankProgram) -> bool:
@@ -32,40 +37,48 @@ def is_needed(context: StageContext, program: RankProgram) -> bool:
 
 
 def rehearse_once(context: StageContext, program: RankProgram, inputs: OfBatch, weights: Weights) -> None:
-    """Computes what a program does, with zeros for what other ranks would send; only kernels remain of it.
+    """Computes what a program does, with zeros for what other ranks would make; only kernels remain of it.
+
+    All ranks of the program call it: they exchange inputs, since zeros need not be a batch, such as lengths of rows.
 
     Args:
         inputs: the rank's own.
         weights: of the outputs.
     """
-    if id(program) not in context.rehearsed and is_needed(context, program):
-        _rehearse(context, program, inputs, weights)
-        context.rehearsed.add(id(program))
-
-
-def _rehearse(context: StageContext, program: RankProgram, inputs: OfBatch, weights: Weights) -> None:
+    if id(program) in context.rehearsed or not is_needed(context, program):
+        return
+    exchanges = _OfInputs(context.exchanges, context.device)
     buffers = {value: tensor.clone() for value, tensor in context.buffers.items()}
-    nobody, nothing = _NoChannels(context.device), _NoExchanges(context.device)
-    alone = replace(context, channels=nobody, exchanges=nothing, buffers=buffers)
+    alone = replace(context, channels=_NoChannels(context.device), exchanges=exchanges, buffers=buffers)
     batch = Batch(alone, program, inputs)
+    for action in filter(_is_of_inputs, program.forward):
+        batch.exchange(action, {}, {})
+    batch.finish()
+    exchanges.end()
+    try:
+        _rehearse(alone, program, batch, weights)
+    except Exception as error:  # whatever a model raises for zeros; the step itself has no such
+        _log.debug("the rehearsal of a step has ended early: %s", first_line(error))
+    context.rehearsed.add(id(program))
+
+
+def _rehearse(alone: StageContext, program: RankProgram, batch: Batch, weights: Weights) -> None:
     seat = Seat(alone, program, batch, None)
-    current = context.gradients.begin(context.copies) if program.call != "forward" else None
+    current = alone.gradients.begin(alone.copies) if program.call != "forward" else None
 
     def seed(microbatch: int, value: int) -> Tensor | None:
-        facts, (lo, hi) = context.facts.values[value], program.rows[microbatch]
+        facts, (lo, hi) = alone.facts.values[value], program.rows[microbatch]
         if not facts.requires_grad:
             return None
         came_back = batch.output_grad(microbatch, value)
         if came_back is not None:
             return came_back
-        return torch.zeros(facts.shape_at(hi - lo), dtype=facts.dtype, device=context.device)
+        return torch.zeros(facts.shape_at(hi - lo), dtype=facts.dtype, device=alone.device)
 
     executor = Executor(alone, seat, batch, None)
-    batch.begin_backward(_zeros_of_outputs(context, program))
-    actions = [
-        action for action in (*program.forward, *program.backward) if not isinstance(action, (ReduceScatter, AllGather))
-    ]
-    with nullcontext() if context.code.watch is None else context.code.watch.alone():
+    batch.begin_backward(_zeros_of_outputs(alone, program))
+    actions = [action for action in (*program.forward, *program.backward) if not _is_done_or_useless(action)]
+    with nullcontext() if alone.code.watch is None else alone.code.watch.alone():
         executor.run(actions, current, seed, reduce=False)
     weights.totals(seat.outputs).finish()
     for pieces in batch.outputs(seat.outputs).values():
@@ -73,6 +86,15 @@ def _rehearse(context: StageContext, program: RankProgram, inputs: OfBatch, weig
     if current is not None:
         batch.input_grads(seat.input_grads)
     seat.release()
+
+
+def _is_of_inputs(action: Action) -> TypeGuard[Exchange]:
+    return isinstance(action, Exchange) and action.kind == "input"
+
+
+def _is_done_or_useless(action: Action) -> bool:
+    """True for what has been exchanged already, and for sums and gathers, of which nobody needs anything."""
+    return _is_of_inputs(action) or isinstance(action, (ReduceScatter, AllGather))
 
 
 def _zeros_of_outputs(context: StageContext, program: RankProgram) -> dict[int, Tensor]:
@@ -105,15 +127,24 @@ class _NoChannels(Channels):
         return self._nothing
 
 
-class _NoExchanges(Exchanges):
-    """Exchanges with nobody."""
+class _OfInputs(Exchanges):
+    """Exchanges of inputs; after their end with nobody."""
+
+    def __init__(self, exchanges: Exchanges, device: torch.device) -> None:
+        super().__init__(device)
+        self._of_inputs: Exchanges | None = exchanges
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Work]:
-        """Fills what would be received with zeros."""
-        del sends
+        """Fills what would be received later with zeros."""
+        if self._of_inputs is not None:
+            return self._of_inputs.start(sends, receives)
         for _, tensor in receives:
             tensor.zero_()
         return []
+
+    def end(self) -> None:
+        """Inputs have been exchanged."""
+        self._of_inputs = None
 
 
 class _Nothing:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from pyrannc.capture.torch_internals.levels import without_levels
 from pyrannc.capture.torch_internals.patching import TRACK_TENSOR_TREE
 from pyrannc.capture.torch_internals.tensors import leads_nowhere, storage_address
 from pyrannc.capture.torch_internals.tracing import note_new_nodes
@@ -84,7 +85,8 @@ class FactRecorder:
                 self._record(item, item_proxy)
 
     def _facts(self, tensor: Tensor) -> TensorFacts:
-        return TensorFacts(tensor.requires_grad and not leads_nowhere(tensor), self._storage_id(tensor))
+        plain = without_levels(tensor)
+        return TensorFacts(plain.requires_grad and not leads_nowhere(plain), self._storage_id(tensor))
 
     def _storage_id(self, tensor: Tensor) -> int | None:
         try:

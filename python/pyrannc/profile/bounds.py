@@ -1,0 +1,70 @@
+"""Numbers of elements, as indices are, held against what they number: on a GPU a wrong one ends the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrannc.capture.torch_internals.tensors import TorchDispatchMode
+
+
+class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """While active, an operator whose numbers lie outside raises IndexError, as on the host, before it runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        for numbered in _numbered(func.__name__.partition(".")[0], given):
+            numbered.check(func)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """Numbers that an operator is given, and of how many elements.
+
+    Attributes:
+        from_end: negative ones count from the end.
+        ignored: a number that stands for none.
+    """
+
+    numbers: Tensor
+    count: int
+    from_end: bool = False
+    ignored: int | None = None
+
+    def check(self, func: Any) -> None:
+        """Raises IndexError where one lies outside."""
+        numbers = self.numbers if self.ignored is None else self.numbers[self.numbers != self.ignored]
+        if numbers.numel() == 0:
+            return
+        least, most = int(numbers.min()), int(numbers.max())
+        if least < (-self.count if self.from_end else 0) or most >= self.count:
+            wrong = most if most >= self.count else least
+            raise IndexError(f"{func} is given the number {wrong}, where there are {self.count}")
+
+
+def _numbered(name: str, given: Mapping[str, Any]) -> Iterator[_Numbered]:
+    own = given.get("self")
+    if name in ("nll_loss_forward", "nll_loss2d_forward") and own is not None:
+        yield _Numbered(given["target"], own.shape[min(1, own.dim() - 1)], ignored=given["ignore_index"])
+    elif name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only"):
+        yield _Numbered(given["indices"], len(given["weight"]))
+    elif name in ("take", "put", "put_") and own is not None:
+        yield _Numbered(given["index"], own.numel(), from_end=True)
+    elif name in ("index", "index_put", "index_put_") and own is not None:
+        yield from _by_dimension(own, given["indices"])
+    elif name.startswith(("gather", "scatter", "index_")) and own is not None and own.dim() and "index" in given:
+        yield _Numbered(given["index"], own.shape[given["dim"]])
+
+
+def _by_dimension(own: Tensor, indices: Sequence[Tensor | None]) -> Iterator[_Numbered]:
+    dim = 0
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        if index is not None and not is_mask:
+            yield _Numbered(index, own.shape[dim], from_end=True)
+        dim += index.dim() if is_mask and index is not None else 1
