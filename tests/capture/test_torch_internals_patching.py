@@ -105,6 +105,11 @@ def test_SCRIPT_CALL() -> None:
     assert calls_seen(patching.SCRIPT_CALL, lambda: scripted(X)) == 1
 
 
+def test_SCRIPT_METHOD_CALL() -> None:
+    module = torch.jit.script(nn.Linear(3, 3))
+    assert calls_seen(patching.SCRIPT_METHOD_CALL, lambda: module(torch.ones(2, 3))) == 1
+
+
 def test_CONTROL_FLOW() -> None:
     branch, loop = patching.CONTROL_FLOW
     assert calls_seen(branch, lambda: torch.cond(torch.tensor(True), torch.sin, torch.cos, (X,))) == 1

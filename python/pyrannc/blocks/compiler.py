@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -25,6 +26,7 @@ from pyrannc.capture.torch_internals.compiler import (
     memory_budget,
     start_compiling_processes,
 )
+from pyrannc.capture.torch_internals.patching import SCRIPT_CALL, SCRIPT_METHOD_CALL
 from pyrannc.core.gradient_reach import Senders
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart
@@ -131,7 +133,8 @@ class Compiler:
         if form not in seen:
             assert code.randomness is not None, "the code is not for training"
             try:
-                seen[form] = see(function.call, form, len(span.numbers), code.randomness, self._device)
+                with SCRIPT_CALL.replaced_by(_has_no_data), SCRIPT_METHOD_CALL.replaced_by(_has_no_data):
+                    seen[form] = see(function.call, form, len(span.numbers), code.randomness, self._device)
             except Exception as error:  # whatever torch cannot do without data
                 seen[form] = f"it cannot run without data ({first_line(error)})"
         return seen[form]
@@ -198,6 +201,10 @@ class Compiler:
             _log.debug("a Span cannot be compiled", exc_info=True)
             return f"the compiler fails ({first_line(error)})"
         return made if differs is None else f"compiled, {differs}"
+
+
+def _has_no_data(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError("what torch.jit has made needs data")
 
 
 def _is_wanted(facts: GraphFacts, part: SpanPart, value: int, senders: Senders | None) -> bool:

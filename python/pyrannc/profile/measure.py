@@ -12,11 +12,11 @@ from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 
 from pyrannc.blocks.split_backward import SplitBackward
+from pyrannc.capture.nodes.bounds import within_bounds
 from pyrannc.core.profile import BlockPoint
 from pyrannc.errors import first_line
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, Run
-from pyrannc.profile.bounds import Bounds
 from pyrannc.profile.meter import LEAST_US, Meter
 
 _log = get_logger("DPStaging")
@@ -115,7 +115,7 @@ class BlockMeter:
     def _try(self, code: BlockCode, rows: int) -> None:
         """Raises IndexError where made-up data number what is not there: the host says so by itself, a GPU ends."""
         if self._meter.on_gpu:
-            with Bounds():  # type: ignore[no-untyped-call]  # torch has no types for it
+            with within_bounds():
                 code.forward(rows, code.feeds(rows))
 
     def _compiled_point(self, name: str, code: BlockCode, plain: BlockPoint) -> BlockPoint | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pyrannc.call.variant import Variant
 from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture.nodes.bounds import within_bounds
 from pyrannc.capture.nodes.untraceable import has_own_forward
 from pyrannc.capture.reads.lacking import Lacking
 from pyrannc.capture.user.holders import Name
@@ -162,7 +163,7 @@ def _on_rows(
     if not _same_answers(variant, given):
         return Comparison(why_not="the model asks its data, and so few rows answer in another way than the batch")
     try:
-        with RefusesLeftBehind():  # type: ignore[no-untyped-call]  # torch has no types for it
+        with within_bounds(), RefusesLeftBehind():  # type: ignore[no-untyped-call]  # torch has no types for it
             expected = piece.by_model()
             called = _counts(variant, piece, expected)
     except LeftBehindError as error:

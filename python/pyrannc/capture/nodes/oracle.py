@@ -27,6 +27,7 @@ from pyrannc.capture.user.source import Place, SourceTracker
 from pyrannc.errors import CaptureError
 
 from .autocast import no_autocast
+from .bounds import within_bounds
 from .chance import torch_draws, trial_draws
 from .dims import symbols_in
 from .facts import memory
@@ -47,7 +48,10 @@ class NoDataError(LookupError):
 
 @contextmanager
 def real_execution() -> Iterator[None]:
-    """Real, unrecorded, gradient-free execution inside a trace; random state is left as it was."""
+    """Real, unrecorded, gradient-free execution inside a trace; random state is left as it was.
+
+    This rank's rows alone may lack what they number.
+    """
     with (
         unset_fake_temporarily(),
         not_compiling(),
@@ -55,6 +59,7 @@ def real_execution() -> Iterator[None]:
         DisableTorchFunction(),
         torch.no_grad(),
         torch_draws(),
+        within_bounds(),
     ):
         yield
 

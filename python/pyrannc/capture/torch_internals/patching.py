@@ -47,6 +47,8 @@ MODULE_TO = PatchPoint(nn.Module, "to")
 
 SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
 """Scripted functions stay whole. Public: none."""
+SCRIPT_METHOD_CALL = PatchPoint(torch._C.ScriptMethod, "__call__")
+"""Neither they nor scripted modules run on tensors without data, which their kernels on a GPU would read. Public: none."""
 
 CONTROL_FLOW = tuple(PatchPoint(torch, _name) for _name in ("cond", "while_loop") if hasattr(torch, _name))
 """Branches and loops run without the compiler inside of what stays whole. Public: none."""

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyrannc.capture.torch_internals.operators import OpOverload, schema
 from pyrannc.capture.torch_internals.tensors import TorchDispatchMode
+
+
+@contextmanager
+def within_bounds() -> Iterator[None]:
+    """Numbers are checked inside, where there may be tensors on a GPU."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types for it
+        with Bounds():  # type: ignore[no-untyped-call]  # torch has no types for it
+            yield
+    else:
+        yield
 
 
 class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """While active, an operator whose numbers lie outside raises IndexError, as on the host, before it runs."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The compiler of torch works while this is active; it would give up what it meets for the whole process."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        for numbered in _numbered(func.__name__.partition(".")[0], given):
-            numbered.check(func)
+        if isinstance(func, OpOverload):
+            names = (argument.name for argument in schema(func).arguments)
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            for numbered in _numbered(func.__name__.partition(".")[0], given):
+                numbered.check(func)
         return func(*args, **(kwargs or {}))
 
 
