@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.capture.tracing import X
 from torch import Tensor, nn
 
-from pyrannc.capture.torch_internals import modules
+from pyrannc.capture.torch_internals import modules, patching
 from pyrannc.errors import RaNNCError
 
 
@@ -21,6 +21,15 @@ def test_reparametrized() -> None:
     with modules.reparametrized(layer, {"weight": other}):
         assert layer.weight is other
     assert layer.weight is own
+    recurrent = nn.GRU(2, 1)
+    others = {name: torch.zeros_like(item) for name, item in recurrent.named_parameters()}
+    moved: list[nn.Module] = []
+    with patching.FLATTEN_WEIGHTS.replaced_by(lambda layer: moved.append(layer)):
+        with modules.reparametrized(recurrent, others):
+            assert torch.equal(recurrent(torch.ones(1, 2))[0], torch.zeros(1, 1))
+        assert not moved
+        recurrent(torch.ones(1, 2))
+        assert moved == [recurrent]
 
 
 def test_own_buffers() -> None:

@@ -105,6 +105,16 @@ def test_SCRIPT_CALL() -> None:
     assert calls_seen(patching.SCRIPT_CALL, lambda: scripted(X)) == 1
 
 
+def test_FLATTEN_WEIGHTS() -> None:
+    recurrent = nn.GRU(2, 1)
+
+    def run() -> None:
+        recurrent.weight_ih_l0 = nn.Parameter(torch.ones(3, 2))
+        recurrent(torch.ones(1, 2))
+
+    assert calls_seen(patching.FLATTEN_WEIGHTS, run) >= 1
+
+
 def test_SCRIPT_METHOD_CALL() -> None:
     module = torch.jit.script(nn.Linear(3, 3))
     assert calls_seen(patching.SCRIPT_METHOD_CALL, lambda: module(torch.ones(2, 3))) == 1

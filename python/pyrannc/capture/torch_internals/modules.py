@@ -13,11 +13,24 @@ from torch.nn.utils import stateless
 
 from pyrannc.errors import RaNNCError
 
-reparametrized = stateless._reparametrize_module
-"""A module with other tensors in place of its own. Public: ``torch.func.functional_call``, for one call only."""
+from .patching import FLATTEN_WEIGHTS
 
 EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 """The key of what ``get_extra_state`` of a module gives, after the module's path. Public: none."""
+
+
+@contextmanager
+def reparametrized(module: nn.Module, tensors: dict[str, Tensor], *, stack_weights: bool = False) -> Iterator[None]:
+    """A module with other tensors in place of its own. Public: ``torch.func.functional_call``, for one call only.
+
+    They stay in the memory that they are in: recurrent layers on a GPU would take theirs to one piece of it, where
+    nobody changes them any more.
+    """
+    with (
+        FLATTEN_WEIGHTS.replaced_by(lambda layer: None),
+        stateless._reparametrize_module(module, tensors, stack_weights=stack_weights),
+    ):
+        yield
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

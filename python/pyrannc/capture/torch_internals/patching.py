@@ -45,10 +45,13 @@ MODULE_CALL = PatchPoint(nn.Module, "__call__")
 MODULE_TO = PatchPoint(nn.Module, "to")
 """A move that changes nothing must not replace parameters. Public: none."""
 
+FLATTEN_WEIGHTS = PatchPoint(nn.RNNBase, "flatten_parameters")
+"""Recurrent layers on a GPU move the tensors that stand in the place of their own. Public: the method itself."""
+
 SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
 """Scripted functions stay whole. Public: none."""
 SCRIPT_METHOD_CALL = PatchPoint(torch._C.ScriptMethod, "__call__")
-"""Neither they nor scripted modules run on tensors without data, which their kernels on a GPU would read. Public: none."""
+"""Nor do scripted modules run on tensors without data, which their kernels on a GPU would read. Public: none."""
 
 CONTROL_FLOW = tuple(PatchPoint(torch, _name) for _name in ("cond", "while_loop") if hasattr(torch, _name))
 """Branches and loops run without the compiler inside of what stays whole. Public: none."""
