@@ -174,6 +174,22 @@ def test_no_python_file_imports_itself_through_others() -> None:
     assert not circle(edges)
 
 
+_FACTORIES = {"arange", "empty", "empty_strided", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"}
+
+
+def test_tensors_are_made_where_it_is_said() -> None:
+    # Scripts have a default device, by torch.set_default_device() or as a context.
+    package, made, lacking = ROOT / "python" / "pyrannc", 0, []
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if "zoo" not in path.parts else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in _FACTORIES:
+                made += 1
+                if "device" not in {keyword.arg for keyword in node.keywords}:
+                    lacking.append(f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)}")
+    assert made > 50
+    assert not lacking
+
+
 def test_few_python_files_speak_with_other_ranks() -> None:
     _, speaking = python_imports()
     assert all(any(file.startswith(allowed) for file in speaking) for allowed in SPEAK_WITH_OTHER_RANKS)

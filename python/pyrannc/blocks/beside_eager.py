@@ -231,7 +231,7 @@ class _Apart:
     @staticmethod
     def of(mine: Tensor, other: Tensor, reference: Tensor) -> _Apart:
         """Looks at a piece after another: logits in float64 may not fit beside what trains."""
-        sums, count, all_finite = torch.zeros(3, dtype=torch.float64), 0, True
+        sums, count, all_finite = torch.zeros(3, dtype=torch.float64, device="cpu"), 0, True
         for first, second, third in zip(*map(_pieces, (mine, other, reference)), strict=True):
             first, second = first.to(third.device), second.to(third.device)
             finite = second.isfinite()

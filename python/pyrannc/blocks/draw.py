@@ -318,8 +318,8 @@ def _back(law: _Law) -> _Law:
 
 
 def _normal_of(drawing: Drawing, mean: Any, std: Any = 1.0, **_: Any) -> Tensor:
-    parameters = torch.as_tensor(mean), torch.as_tensor(std)
-    return _normal(drawing, torch.broadcast_shapes(*[item.shape for item in parameters]), mean, std)  # type: ignore[no-untyped-call]  # torch has no types for it
+    shapes = [item.shape for item in (mean, std) if isinstance(item, Tensor)]
+    return _normal(drawing, torch.broadcast_shapes(*shapes), mean, std)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def _bernoulli_of(drawing: Drawing, p: Tensor, **_: Any) -> Tensor:

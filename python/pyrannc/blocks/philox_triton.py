@@ -125,7 +125,7 @@ class Masks:
         programs = (count + (0 if self._aligned else 3) + self._tile - 1) // self._tile
         table[:, 5] = programs.cumsum(0) - programs
         self._grid = (int(programs.sum()), 1, 1)
-        of_program = torch.arange(len(table), dtype=torch.int32).repeat_interleave(programs)
+        of_program = torch.arange(len(table), dtype=torch.int32, device="cpu").repeat_interleave(programs)
         self._of_program, self._stretches = of_program.to(device), table.to(device)
         self._run: Callable[..., None] | None = None
 
@@ -145,14 +145,14 @@ class Masks:
 
 def _stretches(draw: Draw, threshold: int, at: int) -> Tensor:
     """A line for each: op, salt, threshold, first word, number of words, first program, place in memory."""
-    runs = torch.tensor([(lo, hi - lo) for lo, hi in draw.rows.runs if hi > lo]) * draw.per_row
+    runs = torch.tensor([(lo, hi - lo) for lo, hi in draw.rows.runs if hi > lo], device="cpu") * draw.per_row
     if draw.outer > 1:
-        lines = torch.cat([torch.arange(lo, lo + count) for lo, count in runs.tolist()])
+        lines = torch.cat([torch.arange(lo, lo + count, device="cpu") for lo, count in runs.tolist()])
         runs = torch.stack([lines, torch.ones_like(lines)], 1)
-    outer = torch.arange(draw.outer)[:, None]
+    outer = torch.arange(draw.outer, device="cpu")[:, None]
     first = ((runs[:, 0] * draw.outer + outer) * draw.inner).flatten()
     count = (runs[:, 1] * draw.inner).expand(draw.outer, -1).flatten()
-    stretch = torch.tensor([draw.op, draw.salt, threshold, 0, 0, 0, 0]).repeat(len(first), 1)
+    stretch = torch.tensor([draw.op, draw.salt, threshold, 0, 0, 0, 0], device="cpu").repeat(len(first), 1)
     stretch[:, 3], stretch[:, 4], stretch[:, 6] = first, count, count.cumsum(0) - count + at
     return stretch
 

@@ -49,8 +49,8 @@ class RowsInHand:
     @cached_property
     def on_device(self) -> Tensor:
         """One int64 for each row."""
-        rows = [torch.arange(lo, hi) for lo, hi in self.runs]
-        return torch.cat(rows or [torch.empty(0, dtype=torch.int64)]).to(self._device)
+        rows = [torch.arange(lo, hi, device="cpu") for lo, hi in self.runs]
+        return torch.cat(rows or [torch.empty(0, dtype=torch.int64, device="cpu")]).to(self._device)
 
 
 class Draw(NamedTuple):

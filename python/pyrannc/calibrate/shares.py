@@ -109,7 +109,7 @@ def _gpu_figures(device: torch.device) -> Figures:
         return {}
     free, total = torch.cuda.mem_get_info(device)
     framework_bytes = total - free - torch.cuda.memory_reserved(device)
-    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
     there = torch.empty_like(host, device=device)
     meter, products = Meter(device), transformer_products(device)
     us = meter.time_us(lambda: there.copy_(host, non_blocking=True))

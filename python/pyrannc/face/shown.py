@@ -192,7 +192,9 @@ class ShownModel(NotForDDP, AppliesItself, nn.Module):
     def applied(self, fn: Callable[[Tensor], Tensor]) -> Any:
         """What ``half()``, ``double()`` and a module round this one ask for: changes types, and moves nothing."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        changed = {old: fn(torch.empty(0, dtype=old)).dtype for old in {tensor.dtype for tensor in tensors}}
+        changed = {
+            old: fn(torch.empty(0, dtype=old, device="cpu")).dtype for old in {tensor.dtype for tensor in tensors}
+        }
         if all(old == new for old, new in changed.items()):
             return self
         if self._deployment is not None:

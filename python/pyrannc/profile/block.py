@@ -189,7 +189,7 @@ class BlockCode:
         if part.has_rows:
             one_row = self._source.facts.values[part.value].shape_at(1)
             if sample.shape[0] == 0:
-                sample = torch.zeros(one_row).to(sample)
+                sample = torch.zeros(one_row, device="cpu").to(sample)
             places = torch.arange(rows * one_row[0], device=self._device) % sample.shape[0]
             sample = sample.index_select(0, places)
         return sample.requires_grad_(part.requires_grad)

@@ -32,7 +32,7 @@ def seeds(variant: Variant, total_rows: int) -> dict[int, Tensor]:
     """The gradients with which the backward begins, for all rows, by Value of the whole: 1 for the loss, else noise."""
     facts = variant.whole.facts
     if variant.loss is not None:
-        return {variant.loss: torch.ones((), dtype=facts.values[variant.loss].dtype)}
+        return {variant.loss: torch.ones((), dtype=facts.values[variant.loss].dtype, device="cpu")}
     made = [value for value in dict.fromkeys(facts.outputs) if facts.values[value].requires_grad]
     return {value: _noise(facts.values[value].shape_at(total_rows), facts.values[value].dtype, value) for value in made}
 

@@ -142,7 +142,7 @@ def _run_graph(
 def weigh(variant: Variant, given: Mapping[int, Tensor], rows: tuple[int, ...]) -> dict[int, Tensor]:
     """Gradients of outputs as all ranks together give them: each rank's counts as much as its rows."""
     total, facts = sum(rows), variant.whole.facts
-    shares = torch.cat([torch.full((count,), count / total, dtype=torch.float64) for count in rows])
+    shares = torch.cat([torch.full((count,), count / total, dtype=torch.float64, device="cpu") for count in rows])
     weighted = {}
     for value, seed in given.items():
         row_dim = facts.values[value].rows_of_output

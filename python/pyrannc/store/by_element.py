@@ -56,7 +56,7 @@ def _updated(optimizer: Optimizer, device: torch.device, steps: int, in_parts: b
     made: list[Tensor] = []
     for group, own in zip(optimizer.param_groups, trial.param_groups, strict=True):
         for like in {param.dim(): param for param in group["params"]}.values():
-            data = torch.randn([_EXTENT] * like.dim(), generator=generator, dtype=torch.float64)
+            data = torch.randn([_EXTENT] * like.dim(), generator=generator, dtype=torch.float64, device="cpu")
             for part in data.flatten().tensor_split(2) if in_parts and like.dim() else [data]:
                 own["params"].append(nn.Parameter(part.to(device, copy=True)))
                 if with_state:
@@ -65,8 +65,11 @@ def _updated(optimizer: Optimizer, device: torch.device, steps: int, in_parts: b
     with torch_draws(0, device):
         for step in range(steps):
             sizes = [param.numel() for param in made]
-            grads = torch.randn(sum(sizes), generator=generator, dtype=torch.float64) * _SCALES[step % len(_SCALES)]
+            grads = (
+                torch.randn(sum(sizes), generator=generator, dtype=torch.float64, device="cpu")
+                * _SCALES[step % len(_SCALES)]
+            )
             for param, grad in zip(made, torch.split(grads, sizes), strict=True):
                 param.grad = grad.view_as(param).to(device, copy=True)
             trial.step()
-    return torch.cat([param.detach().flatten() for param in made]) if made else torch.zeros(0)
+    return torch.cat([param.detach().flatten() for param in made]) if made else torch.zeros(0, device="cpu")

@@ -143,7 +143,7 @@ def _updated(optimizer: Optimizer, device: torch.device, other: bool, with_state
         for step in range(_STEPS):
             for group in trial.param_groups:
                 for param in group["params"]:
-                    grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+                    grad = torch.randn(param.shape, generator=generator, dtype=torch.float64, device="cpu")
                     if other and id(param) not in first_ids:
                         grad = -grad * _OTHER_SCALES[step]
                     param.grad = grad.to(param)
@@ -188,7 +188,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _made_up(like: Tensor, device: torch.device, generator: Generator) -> Tensor:
-    data = torch.randn([_EXTENT] * like.dim(), generator=generator, dtype=torch.float64)
+    data = torch.randn([_EXTENT] * like.dim(), generator=generator, dtype=torch.float64, device="cpu")
     return nn.Parameter(data.to(device=device, dtype=like.dtype))
 
 

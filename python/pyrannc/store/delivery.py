@@ -144,7 +144,7 @@ class Delivery:
     def _before(self, names: list[str], give: Callable[[], Sequence[Tensor | None]]) -> Tensor:
         """A tensor behind which are the named parameters, with the gradients that ``give`` has for them then."""
         params = [self._nothing, *(self._params[name] for name in names)]
-        of_nothing = None if self._params else torch.zeros(0)
+        of_nothing = None if self._params else torch.zeros(0, device="cpu")
         with torch.enable_grad():
             token: Tensor = _BeforeParams.apply(give, of_nothing, *params)  # type: ignore[no-untyped-call]  # torch has no types for it
         return token

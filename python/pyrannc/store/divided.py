@@ -269,7 +269,11 @@ class DividedParams:
     def own_elements(self, param: Tensor) -> Tensor:
         """This rank's part of a parameter, in one dimension."""
         tensor = self.pieces[id(param)].tensor
-        return torch.empty(0, dtype=param.dtype) if tensor is None else elements(tensor.detach(), 0, tensor.numel())
+        return (
+            torch.empty(0, dtype=param.dtype, device="cpu")
+            if tensor is None
+            else elements(tensor.detach(), 0, tensor.numel())
+        )
 
 
 def all_parts(facts: BucketsFacts, names: Sequence[str], sizes: Mapping[str, int]) -> dict[str, tuple[Part, ...]]:

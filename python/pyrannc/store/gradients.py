@@ -83,7 +83,7 @@ class Gradients:
         self.second_bytes = 0
         self.working = WorkingCopies(self.leaves, gathered)
         self.gathered = gathered
-        self.nothing = nn.Parameter(torch.zeros(0))
+        self.nothing = nn.Parameter(torch.zeros(0, device="cpu"))
         self.spread = {shared.name for bucket in buckets if bucket.is_spread for shared in bucket.params}
         self.delivery = Delivery(trainable, self.spread, self.nothing)
         for name in self._place:

@@ -106,7 +106,7 @@ class UserOptimizer:
         self._lists: ParamLists | None = None
         self._first_has_state = False
         self._listed_key: tuple[list[int], list[int]] | None = None
-        self._listed_flags = torch.empty(0)
+        self._listed_flags = torch.empty(0, device="cpu")
         self._plain_state_dict = optimizer.state_dict
         self._plain_load_state_dict = optimizer.load_state_dict
         self._plain_add_param_group = optimizer.add_param_group

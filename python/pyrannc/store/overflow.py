@@ -95,14 +95,14 @@ class _Tiles:
 
     @classmethod
     def of(cls, places: list[int], lie: tuple[list[int], list[int]], itemsize: int, device: torch.device) -> _Tiles:
-        addresses, sizes = map(torch.tensor, lie)
+        addresses, sizes = (torch.tensor(numbers, device="cpu") for numbers in lie)
         counts = (sizes + _TILE - 1) // _TILE
         of_tile = torch.repeat_interleave(counts)
-        start = (torch.arange(len(of_tile)) - (counts.cumsum(0) - counts)[of_tile]) * _TILE
+        start = (torch.arange(len(of_tile), device="cpu") - (counts.cumsum(0) - counts)[of_tile]) * _TILE
         rows = (
             addresses[of_tile] + start * itemsize,
             (sizes[of_tile] - start).clamp(max=_TILE),
-            torch.tensor(places)[of_tile],
+            torch.tensor(places, device="cpu")[of_tile],
         )
         found = torch.stack(rows)
         if device.type != "cpu":

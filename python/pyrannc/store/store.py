@@ -188,12 +188,12 @@ class ParamStore:
             carry: takes a part from its rank to where the whole is wanted, or to nowhere.
         """
         assert self.divided is not None, "it is divided"
-        whole = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype)
+        whole = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device="cpu")
         arrived = None
         for part in self.divided.parts[name]:
             given = own(param) if process.get_rank() == part.rank else None
             size = part.end - part.start
-            given = torch.empty(size, dtype=param.dtype) if given is None else elements(given, 0, size)
+            given = torch.empty(size, dtype=param.dtype, device="cpu") if given is None else elements(given, 0, size)
             arrived = carry(given, part.rank, self._device)
             if arrived is not None:
                 elements(whole, part.start, part.end).copy_(arrived)

@@ -62,7 +62,7 @@ def _kind(mask: fx.Node, size: Size) -> str:
     made = [_evaluate(ancestors, size, rows) for rows in _ROWS]
     if all(bool(tensor.all()) for tensor in made):
         return "empty"
-    future = torch.ones(queries, keys, dtype=torch.bool).tril()
+    future = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril()
     return "causal" if queries == keys and all(torch.equal(t, future.expand_as(t)) for t in made) else ""
 
 

@@ -56,7 +56,7 @@ def opaque_script_functions(
 
         def run(*tensors: Tensor) -> Any:
             own_args, own_kwargs = structure.rebuild(tensors)
-            return original(function, *own_args, **own_kwargs)
+            return function(*own_args, **own_kwargs)
 
         reals = [
             oracle.sample_of(proxy.node) if proxy is not None else operand
