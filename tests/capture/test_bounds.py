@@ -1,8 +1,9 @@
-"""Numbers of elements outside of what there is are refused before an operator meets them."""
+"""What a GPU would end the process for is refused before an operator meets it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -49,6 +50,27 @@ def test_numbers_are_held_against_what_they_number(name: str) -> None:
         held(call, -1)
         with pytest.raises(IndexError, match="is given the number -"):
             held(call, -9)
+
+
+GIVEN: dict[str, tuple[Callable[[Tensor], object], Sequence[float], Sequence[float]]] = {
+    "bernoulli": (torch.bernoulli, (0.0, 0.5, 1.0), (-0.5, 1.5, math.nan)),
+    "bernoulli_": (lambda p: torch.rand(4, 4).bernoulli_(p), (0.0, 1.0), (-0.5, 1.5)),
+    "binary_cross_entropy": (lambda p: F.binary_cross_entropy(p, torch.ones(4, 4)), (0.0, 1.0), (-0.5, 1.5)),
+    "binomial": (lambda p: torch.binomial(torch.ones(4, 4), p), (0.0, 1.0), (1.5,)),
+    "multinomial": (lambda p: p.multinomial(1), (0.5, 3.0), (-1.0, 0.0, math.inf)),
+    "_assert_async": (lambda p: torch._assert_async(p.amax()), (1.0, 2.0), (0.0,)),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_an_operator_has_no_answer_for(name: str) -> None:
+    call, right, wrong = GIVEN[name]
+    for number in right:
+        with Bounds():  # type: ignore[no-untyped-call]
+            call(torch.full((4, 4), number))
+    for number in wrong:
+        with Bounds(), pytest.raises(ValueError, match="is given what it has no answer for"):  # type: ignore[no-untyped-call]
+            call(torch.full((4, 4), number))
 
 
 def test_what_has_no_numbers_runs() -> None:

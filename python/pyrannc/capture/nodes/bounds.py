@@ -1,8 +1,8 @@
-"""Numbers of elements, as indices are, held against what they number: on a GPU a wrong one ends the process."""
+"""What the host raises an error for and a GPU ends the process: wrong indices, and what is no probability."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from pyrannc.capture.torch_internals.tensors import TorchDispatchMode
 
 @contextmanager
 def within_bounds() -> Iterator[None]:
-    """Numbers are checked inside, where there may be tensors on a GPU."""
+    """What operators are given is checked inside, where there may be tensors on a GPU."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types for it
         with Bounds():  # type: ignore[no-untyped-call]  # torch has no types for it
             yield
@@ -25,7 +25,7 @@ def within_bounds() -> Iterator[None]:
 
 
 class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """While active, an operator whose numbers lie outside raises IndexError, as on the host, before it runs."""
+    """While active, an operator raises IndexError or ValueError instead, as on the host."""
 
     supports_higher_order_operators = True
 
@@ -38,8 +38,12 @@ class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         if isinstance(func, OpOverload):
             names = (argument.name for argument in schema(func).arguments)
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            for numbered in _numbered(func.__name__.partition(".")[0], given):
+            name = func.__name__.partition(".")[0]
+            for numbered in _numbered(name, given):
                 numbered.check(func)
+            argument, holds = _DOMAINS.get(name, ("", Tensor.bool))
+            if isinstance(given.get(argument), Tensor) and not holds(given[argument]).all():
+                raise ValueError(f"{func} is given what it has no answer for")
         return func(*args, **(kwargs or {}))
 
 
@@ -89,3 +93,22 @@ def _by_dimension(own: Tensor, indices: Sequence[Tensor | None]) -> Iterator[_Nu
         if index is not None and not is_mask:
             yield _Numbered(index, own.shape[dim], from_end=True)
         dim += index.dim() if is_mask and index is not None else 1
+
+
+def _are_probabilities(numbers: Tensor) -> Tensor:
+    return (numbers >= 0) & (numbers <= 1)
+
+
+def _are_weights(numbers: Tensor) -> Tensor:
+    return (numbers >= 0) & numbers.isfinite() & (numbers.sum(-1, keepdim=True) > 0)
+
+
+_DOMAINS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "bernoulli": ("self", _are_probabilities),
+    "bernoulli_": ("p", _are_probabilities),
+    "binary_cross_entropy": ("self", _are_probabilities),
+    "binomial": ("prob", _are_probabilities),
+    "multinomial": ("self", _are_weights),
+    "_assert_async": ("self", Tensor.bool),
+}
+"""By operator, an argument, and where in it an operator can go on."""
