@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import RaNNCError
-from pyrannc.store.elsewhere import METADATA, function_name
+from pyrannc.store.torch_functions import METADATA, function_name
 
 
 class _Recorder:

@@ -23,8 +23,8 @@ from pyrannc.core.buckets import BucketsFacts
 from pyrannc.job import process
 from pyrannc.job.exchange import Group, gather_each
 from pyrannc.store.buckets import Bucket, elements, elements_by, like, strides_of, within
-from pyrannc.store.elsewhere import Guarded
 from pyrannc.store.gathered import GatheredBucket
+from pyrannc.store.home import Guarded
 from pyrannc.store.shown_state import StateForm
 from pyrannc.store.spread_tensor import SpreadTensor, is_absent, is_spread, own_piece, spread_gradient, spread_param
 

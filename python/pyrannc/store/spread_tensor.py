@@ -16,33 +16,25 @@ from torch import Tensor, nn
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
 from pyrannc.store.buckets import elements, elements_by, strides_of
 from pyrannc.store.elsewhere import (
-    DRAWN,
-    METADATA,
-    OF_AUTOGRAD,
+    Elsewhere,
     ElsewhereParameter,
     ElsewhereTensor,
-    Guarded,
-    Home,
-    at,
-    function_name,
     guard,
     ids_of_params,
     in_place_of,
     is_elsewhere,
-    is_sending,
-    is_write,
     made_elsewhere,
-    named,
-    note_changed,
-    note_dropped,
-    note_replaced,
     stays_itself,
     without_out,
 )
+from pyrannc.store.home import Guarded, Home
+from pyrannc.store.note_changes import at, note_changed, note_dropped, note_replaced
+from pyrannc.store.sending import is_sending
+from pyrannc.store.torch_functions import DRAWN, METADATA, OF_AUTOGRAD, function_name, is_write, named
 from pyrannc.store.unscale import UNSCALE, unscale_own
 
 
-class Spread(Guarded):
+class Spread(Elsewhere):
     """What both classes of tensors share.
 
     Attributes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
-from pyrannc.store.elsewhere import Guarded
+from pyrannc.store.home import Guarded
 from pyrannc.store.unscale import UNSCALE, refuse_scaler
 
 
