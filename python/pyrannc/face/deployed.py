@@ -32,11 +32,10 @@ from pyrannc.planning.measured import compiled_folder, conditions_of_code
 from pyrannc.planning.search import Request
 from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.deployment import Deployment
-from pyrannc.store.after_backward import forget_beside, forget_shares
+from pyrannc.store.after_backward import forget_beside
 from pyrannc.store.by_parameter import refuse_across, refuse_sparse, why_across
 from pyrannc.store.course import course_of
 from pyrannc.store.former import Former
-from pyrannc.store.held_by_some import forget_holders, note_holders
 from pyrannc.store.later import LaterOptimizers
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.own_listed import note_clear
@@ -153,7 +152,6 @@ class DeployedModel(StateOfModel):
         deployment = self._deployment
         self._agreement.deployment = next(_deployments)
         self._note_used_params(store)
-        note_holders(store)
         agree.together(lambda: note_deployed(store, self._user_optimizer, self))
         if self._user_optimizer is not None:
             self._user_optimizer.narrow(store)
@@ -217,15 +215,13 @@ class DeployedModel(StateOfModel):
             self._user_optimizer.widen(store)
         if self._later is not None:
             self._later.widen()
-        note_taken_back(store)
-        forget_shares(store)
         self._forget_deployment()
 
     def _forget_deployment(self) -> None:
         if self._later is not None:
             self._later.end()
         if self._deployment is not None:
-            forget_holders(self._deployment.store)
+            note_taken_back(self._deployment.store)
         self._deployment = self._later = None
         self._variants.clear()
         self._lengths.clear()

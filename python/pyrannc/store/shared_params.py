@@ -17,7 +17,7 @@ from pyrannc.job import agree
 from pyrannc.job.garbage import collect_older
 from pyrannc.store.after_backward import forget_shares
 from pyrannc.store.elsewhere import is_elsewhere
-from pyrannc.store.held_by_some import forget_holders
+from pyrannc.store.held_by_some import forget_holders, note_holders
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.store import ParamStore
 
@@ -56,8 +56,6 @@ def take_back_dropped(model: nn.Module) -> None:
             store.bring_back()
             UserOptimizer.widen_all(store)
             note_taken_back(store)
-            forget_shares(store)
-            forget_holders(store)
 
 
 def _dropped(params: set[int]) -> set[int]:
@@ -151,11 +149,14 @@ def note_deployed(store: ParamStore, optimizer: UserOptimizer | None, module: nn
             )
     of_optimizer = None if optimizer is None else weakref.ref(optimizer)
     _deployed.append(_Deployed(number, weakref.ref(store), of_optimizer, weakref.ref(module)))
+    note_holders(store)
 
 
 def note_taken_back(store: ParamStore) -> None:
     """A model is deployed no longer."""
     _deployed[:] = [known for known in _deployed if known.store() not in (None, store)]
+    forget_shares(store)
+    forget_holders(store)
 
 
 def _is_held(own: set[int], params: set[int], other: UserOptimizer | None, optimizer: UserOptimizer | None) -> bool:
