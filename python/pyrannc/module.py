@@ -29,7 +29,7 @@ from pyrannc.call.telling import (
     tell_of_whole_parts,
 )
 from pyrannc.call.unwrap import unwrapped
-from pyrannc.call.variant import MOST_VALUES, CallKey, RowMixing, Variant, Variants
+from pyrannc.call.variant import MOST_VALUES, RowMixing, Variant, Variants
 from pyrannc.capture import Captured, CaptureOptions, Sample, flatten
 from pyrannc.capture.nodes.autocast import no_autocast
 from pyrannc.capture.nodes.row_conditions import first_other, other_rows
@@ -222,24 +222,7 @@ class RaNNCModule(DeployedModel):
             assert call is not None, "requires_grad has just been agreed on"
         variant = call.variant
         if variant is None:
-            if self._deployment is None:
-                take_back_dropped(self.model)
-                refuse_deployed(self.model, self._user_optimizer)
-            keep_below(self._config.mem_limit_bytes, self.device)
-            process.begin_connecting()
-            if self.device.type == "cuda" and self._config.compiles_on("cuda") and not has_compiled(self._config):
-                start_compiling_processes()
-            variant = self._captured(args, kwargs, call)
-            if not self._follow(variant):
-                with no_autocast():
-                    self._deploy(variant, call)
-                call = replace(call, key=(call.key[0], self._agreement.flags))
-            if call.doubt is not None and call.doubt.is_open:
-                call.doubt.take_for_granted()
-            if process.get_rank() == 0:
-                tell_of_normalising(variant, self._deployed("forward").plan)
-            self._keep(call.key, variant)
-            call = replace(call, drawn=agree.broadcast_object(self._agreement.draw(variant)))
+            variant, call = self._prepared(args, kwargs, call)
         else:
             self._set_limits(variant)
         self._variants.use(variant)
@@ -266,6 +249,28 @@ class RaNNCModule(DeployedModel):
             )
             deployment.share_buffers(variant)
         return variant.whole.captured, step.results()
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: AgreedCall) -> tuple[Variant, AgreedCall]:
+        """A call without a captured form gets one, and the first call a Plan. All ranks call it."""
+        if self._deployment is None:
+            take_back_dropped(self.model)
+            refuse_deployed(self.model, self._user_optimizer)
+        keep_below(self._config.mem_limit_bytes, self.device)
+        process.begin_connecting()
+        if self.device.type == "cuda" and self._config.compiles_on("cuda") and not has_compiled(self._config):
+            start_compiling_processes()
+        variant = self._captured(args, kwargs, call)
+        if not self._follow(variant):
+            with no_autocast():
+                self._deploy(variant, call)
+            call = replace(call, key=(call.key[0], self._agreement.flags))
+        if call.doubt is not None and call.doubt.is_open:
+            call.doubt.take_for_granted()
+        if process.get_rank() == 0:
+            tell_of_normalising(variant, self._deployed("forward").plan)
+        for dropped in self._variants.add(call.key, variant):
+            self._deployed("forward").forget(dropped)
+        return variant, replace(call, drawn=agree.broadcast_object(self._agreement.draw(variant)))
 
     def _leaves(self, call: AgreedCall) -> Leaves:
         """What the call's tensors may have been computed from, if they require gradients."""
@@ -343,10 +348,6 @@ class RaNNCModule(DeployedModel):
             finish_backward(CallOfBackward(store, optimizer, share, scale, stages, spread))
 
         return begin
-
-    def _keep(self, key: CallKey, variant: Variant) -> None:
-        for dropped in self._variants.add(key, variant):
-            self._deployed("forward").forget(dropped)
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: AgreedCall) -> Variant:
         """The call as a Graph, which is the model's."""
