@@ -277,29 +277,33 @@ class Replay:
         Raises:
             RaNNCError: it is not the backward that was recorded.
         """
-        recording, context = self._recording, self._recording.task.context
         del reached, keep_graph
-        why = None
-        if not reduce:
-            why = "its gradients are not to be summed over ranks yet"
-        elif not recording.fits_backward(grads):
-            why = "gradients came back for other outputs than at the calls before"
-        elif versions(context) != self._versions:
-            why = "parameters have changed between the call of the model and its backward"
-        elif self._is_again and recording.changes_buffers:
-            why = "it comes a second time for one call, and the model changes buffers"
-        if why is not None:
+        why = self._why_not_recorded(grads, reduce=reduce)
+        if why:
             raise RaNNCError(
                 "the call of the model was replayed as a CUDA graph, and this backward is another than was recorded: "
                 f"{why}; set RANNC_CUDA_GRAPHS=off"
             )
-        context.record.enter_replay(recording.task.program)
+        task = self._recording.task
+        task.context.record.enter_replay(task.program)
         if self._is_again:
             self._backward_again(grads)
         else:
-            recording.replay_backward(grads)
+            self._recording.replay_backward(grads)
         self._is_again = True
         self._finish_marks()
+
+    def _why_not_recorded(self, grads: OfOutputs, *, reduce: bool) -> str:
+        """Why a backward is not the one that was recorded; empty if it is."""
+        if not reduce:
+            return "its gradients are not to be summed over ranks yet"
+        if not self._recording.fits_backward(grads):
+            return "gradients came back for other outputs than at the calls before"
+        if versions(self._recording.task.context) != self._versions:
+            return "parameters have changed between the call of the model and its backward"
+        if self._is_again and self._recording.changes_buffers:
+            return "it comes a second time for one call, and the model changes buffers"
+        return ""
 
     def _backward_again(self, grads: OfOutputs) -> None:
         """Of a call whose gradients a script may hold already, where the recording writes to."""
