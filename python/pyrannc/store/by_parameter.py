@@ -16,7 +16,6 @@ from pyrannc.capture.nodes.chance import is_generator, other_generators_restored
 from pyrannc.errors import RaNNCError
 from pyrannc.store.shown_state import kept_state
 
-_STEPS = 4
 _EXTENT = 3
 _OTHER_SCALES = (1.0, 1e3, 1e-3, 50.0)
 """What the other parameters' gradients are multiplied by, step by step: no rate that is the same throughout."""
@@ -139,14 +138,12 @@ def _updated(optimizer: Optimizer, device: torch.device, other: bool, with_state
     generator = Generator().manual_seed(0)
     trial, firsts = _trial(optimizer, device, generator, with_state)
     first_ids = set(map(id, firsts))
+    params = [param for group in trial.param_groups for param in group["params"]]
     with torch_draws(seed, device), other_generators_restored():
-        for step in range(_STEPS):
-            for group in trial.param_groups:
-                for param in group["params"]:
-                    grad = torch.randn(param.shape, generator=generator, dtype=torch.float64, device="cpu")
-                    if other and id(param) not in first_ids:
-                        grad = -grad * _OTHER_SCALES[step]
-                    param.grad = grad.to(param)
+        for scale in _OTHER_SCALES:
+            for param in params:
+                grad = torch.randn(param.shape, generator=generator, dtype=torch.float64, device="cpu")
+                param.grad = (-grad * scale if other and id(param) not in first_ids else grad).to(param)
             trial.step()
     return firsts
 

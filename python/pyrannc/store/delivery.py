@@ -221,19 +221,19 @@ class Delivery:
                 )
 
     def _set(self, gradients: Mapping[str, Tensor]) -> None:
-        known, whole = [], []
+        beside = []
         with DisableTorchFunctionSubclass():
             for name, new in gradients.items():
                 param = self._params[name]
                 grad = param.grad
                 if grad is None:
                     param.grad = new
-                elif is_spread(grad) == is_spread(new):
-                    known.append((grad, new))
-                elif is_spread(new):
-                    whole.append((param, new))
-        for param, new in whole:
-            _add_whole(param, new)
+                else:
+                    beside.append((param, grad, new))
+        known = [(grad, new) for _, grad, new in beside if is_spread(grad) == is_spread(new)]
+        for param, grad, new in beside:
+            if is_spread(new) and not is_spread(grad):
+                _add_whole(param, new)
         if known:
             add_each([own_piece(grad) for grad, _ in known], [own_piece(new) for _, new in known])
 
