@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from math import prod
 
 from torch import nn
@@ -65,6 +66,10 @@ class DividedCapture:
             groups[number if op.row_group is None else -1 - op.row_group].update(op.operands)
         return max(map(self._share, groups.values()), default=0.0)
 
+    def is_better_than(self, other: DividedCapture) -> bool:
+        """Its tail is smaller, and no group of it too large."""
+        return self.in_tail < other.in_tail and self.in_one_piece <= max(other.in_one_piece, _LARGE_GROUP)
+
 
 def without_mixing(
     model: nn.Module, first: DividedCapture, again: Callable[[Sequence[str]], DividedCapture]
@@ -76,30 +81,31 @@ def without_mixing(
         again: captures with those of these sub-modules that trials show to be groups.
     """
     best, own = first, list[KeptWhole]()
-    tries = 0
-    while best.in_tail >= _LARGE_TAIL and best.divided.tail.mixing:
-        for kept in _parts_round(model, best, own):
-            if tries == _MOST_TRIES:
-                break
-            if not best.captured.can_be_groups(kept.paths):
-                continue
-            tries += 1
-            try:
-                with within(_TRIALS_S):
-                    # First, as it may hold some of the others: no Op is in two groups.
-                    found = again([path for part in (kept, *own) for path in part.paths])
-            except CaptureError:
-                continue
-            if found.in_tail < best.in_tail and found.in_one_piece <= max(best.in_one_piece, _LARGE_GROUP):
-                outside = [part for part in own if not _is_inside(part, kept)]
-                best, own = found, [*outside, kept]
+    left = _MOST_TRIES
+    while left and best.in_tail >= _LARGE_TAIL and best.divided.tail.mixing:
+        parts = (kept for kept in _parts_round(model, best, own) if best.captured.can_be_groups(kept.paths))
+        for kept in islice(parts, left):
+            left -= 1
+            found = _with_group(kept, own, again)
+            if found is not None and found.is_better_than(best):
+                best, own = found, [*(part for part in own if not _is_inside(part, kept)), kept]
                 break
         else:
             break
-        if tries == _MOST_TRIES:
-            break
     captured = replace(best.captured, tested_together=tuple(own))
     return replace(best, captured=captured)
+
+
+def _with_group(
+    kept: KeptWhole, own: Sequence[KeptWhole], again: Callable[[Sequence[str]], DividedCapture]
+) -> DividedCapture | None:
+    """The capture with one more part as a group, if trials show it to be one, and there is such a capture."""
+    try:
+        with within(_TRIALS_S):
+            # First, as it may hold some of the others: no Op is in two groups.
+            return again([path for part in (kept, *own) for path in part.paths])
+    except CaptureError:
+        return None
 
 
 def _is_inside(part: KeptWhole, outer: KeptWhole) -> bool:
