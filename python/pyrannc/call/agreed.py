@@ -17,7 +17,8 @@ from pyrannc.call.equal import Course, Fingerprint, HyperParameters, combined, w
 from pyrannc.call.param_guards import ParamGuards
 from pyrannc.call.recaptures import Recaptures
 from pyrannc.call.shared_inputs import refuse_shared
-from pyrannc.call.variant import CallKey, Variant, Variants
+from pyrannc.call.variant import Variant
+from pyrannc.call.variants import CallKey, Variants
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Sample, signature
 from pyrannc.capture.nodes.autocast import Autocast, no_autocast
@@ -123,6 +124,38 @@ class Agreement:
             MismatchError: the ranks disagree.
         """
         own = _Own(Arguments.of(args, kwargs))
+        everyone = self._tell(own, device)
+        if everyone is None:
+            return None
+        counts, doubt = [count for _, count, *_ in everyone], None
+        if own.per_row is None:
+            own.per_row, doubt = self._batch.find(own.call, device)
+            own.rows, own.key = own.call.rows(own.per_row), self._key(own.call, own.per_row)
+            counts = [count for (count,) in agree.gather_numbers((own.rows,))]
+        rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, count in enumerate(counts))
+        if sum(rows) == 0:
+            raise InputError("the global batch has no rows: every rank's inputs are empty")
+        if self.deployment:
+            self.drift.follow()
+        batch = BatchRows(rows, self._gather_inputs)
+        drawn = self._take_form(own, batch, everyone[0][-1])
+        if own.variant is None and doubt is None:
+            doubt = self._batch.still_in_doubt(own.call, device)
+        if own.variant is not None and self._recaptures.is_due(own.variant):
+            self._recaptures.compare(own.variant, Sample(self._model, args, kwargs, device, own.rows, own.per_row))
+        with no_autocast():
+            to_ask = None if own.is_answered else own.variant
+            self._answers = None if to_ask is None else self._ask(to_ask, own, batch)
+        return AgreedCall(
+            own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, drawn, doubt
+        )
+
+    def _tell(self, own: _Own, device: torch.device) -> list[tuple[int, ...]] | None:
+        """Fills ``own``, and tells it all ranks; returns what each has told. All ranks call it.
+
+        Returns:
+            None when ``requires_grad`` of some parameter has changed on a rank.
+        """
         failure: Exception | None = None
         try:
             self._examine(own, device)
@@ -140,36 +173,29 @@ class Agreement:
             raise MismatchError(_different_calls(self._model, own.call.tensors))
         if len({equal for *_, equal, _ in everyone}) > 1:
             self._compare_values(own.equal)
-        counts, doubt = [count for _, count, *_ in everyone], None
-        if own.per_row is None:
-            own.per_row, doubt = self._batch.find(own.call, device)
-            own.rows, own.key = own.call.rows(own.per_row), self._key(own.call, own.per_row)
-            counts = [count for (count,) in agree.gather_numbers((own.rows,))]
-        rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, count in enumerate(counts))
-        if sum(rows) == 0:
-            raise InputError("the global batch has no rows: every rank's inputs are empty")
-        if self.deployment:
-            self.drift.follow()
-        batch = BatchRows(rows, self._gather_inputs)
-        found, drawn = own.variant, everyone[0][-1]
+        return everyone
+
+    def _take_form(self, own: _Own, batch: BatchRows, drawn: int) -> int:
+        """Takes another captured form where the rows of the batch, or what buffers answer, ask for one.
+
+        All ranks call it.
+
+        Args:
+            drawn: what the call draws from if the captured form stays.
+
+        Returns:
+            what it draws from.
+        """
+        found = own.variant
         with no_autocast():
             if found is not None and not found.stands_for(batch.total):
                 self._take_for_rows(own, batch.total)
             if own.variant is not None and own.variant.questions.of_buffers:
                 own.variant = self._as_answered(own, batch)
-            if own.variant is not found:
-                self._drawn = own.drawn or None
-                drawn = drawn if own.variant is None else agree.broadcast_object(self.draw(own.variant))
-        if own.variant is None and doubt is None:
-            doubt = self._batch.still_in_doubt(own.call, device)
-        if own.variant is not None and self._recaptures.is_due(own.variant):
-            self._recaptures.compare(own.variant, Sample(self._model, args, kwargs, device, own.rows, own.per_row))
-        with no_autocast():
-            to_ask = None if own.is_answered else own.variant
-            self._answers = None if to_ask is None else self._ask(to_ask, own, batch)
-        return AgreedCall(
-            own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, drawn, doubt
-        )
+            if own.variant is found:
+                return drawn
+            self._drawn = own.drawn or None
+            return drawn if own.variant is None else agree.broadcast_object(self.draw(own.variant))
 
     def _compare_values(self, own: Sequence[Fingerprint]) -> None:
         """Raises MismatchError, unless the ranks differ in no more than what steps of optimizers set.
