@@ -29,7 +29,8 @@ from pyrannc.call.telling import (
     tell_of_whole_parts,
 )
 from pyrannc.call.unwrap import unwrapped
-from pyrannc.call.variant import MOST_VALUES, RowMixing, Variant, Variants
+from pyrannc.call.variant import RowMixing, Variant
+from pyrannc.call.variants import MOST_VALUES, Variants
 from pyrannc.capture import Captured, CaptureOptions, Sample, flatten
 from pyrannc.capture.nodes.autocast import no_autocast
 from pyrannc.capture.nodes.row_conditions import first_other, other_rows

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pyrannc
-from pyrannc.call import variant
+from pyrannc.call import variants
 from pyrannc.job import process
 from tests.ranks import RankPool
 
@@ -320,11 +320,11 @@ class Weighted(nn.Module):
 @contextmanager
 def room(values: int) -> Iterator[None]:
     """Captured forms are kept as long as they have so many Values together."""
-    before, variant.MOST_VALUES = variant.MOST_VALUES, values
+    before, variants.MOST_VALUES = variants.MOST_VALUES, values
     try:
         yield
     finally:
-        variant.MOST_VALUES = before
+        variants.MOST_VALUES = before
 
 
 def numbers_come() -> list[str]:

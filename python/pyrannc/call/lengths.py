@@ -10,7 +10,8 @@ from torch import nn
 
 from pyrannc.call.batch_arguments import PerRow
 from pyrannc.call.guards import ModuleGuards
-from pyrannc.call.variant import CallKey, RowMixing, Variant, Variants, extents_of, kind_of
+from pyrannc.call.variant import RowMixing, Variant
+from pyrannc.call.variants import CallKey, Variants, extents_of, kind_of
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import (
     CaptureError,

@@ -18,7 +18,8 @@ from pyrannc.call.lengths import Lengths
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
 from pyrannc.call.recaptures import Recaptures
 from pyrannc.call.stale import StaleAttributes
-from pyrannc.call.variant import Variant, Variants
+from pyrannc.call.variant import Variant
+from pyrannc.call.variants import Variants
 from pyrannc.config import Config
 from pyrannc.core.plan import PlanFacts, content
 from pyrannc.face.state import StateOfModel
