@@ -15,8 +15,6 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
 from pyrannc.capture.torch_internals.gradients import tensor_hooks
 from pyrannc.core.buckets import BucketsFacts
-from pyrannc.core.graph import GraphFacts
-from pyrannc.core.partition import StagePart
 from pyrannc.core.plan import PlanFacts, StagePlan
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import PlanError
@@ -32,13 +30,12 @@ from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.precision import precision
 from pyrannc.runtime.prologue import PrologueCode
 from pyrannc.runtime.recording import Recordings
-from pyrannc.runtime.span_gathers import SpanGathers
+from pyrannc.runtime.span_gathers import gathers_of
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
 from pyrannc.runtime.working_part import working_part
 from pyrannc.store.buckets import Bucket, SumTypes, own_buckets
 from pyrannc.store.divided import DividedParams
-from pyrannc.store.gathered import GatheredBucket
 from pyrannc.store.gradients import Gradients
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.store import ParamStore
@@ -222,7 +219,7 @@ class Deployment:
         captured, facts = variant.captured, variant.facts
         working = working_part(captured, facts, variant.parts.stages[self.stage])
         once, each = working.part.apart()
-        gathers = self._make_gathers(facts, once, each, working.copies)
+        gathers = gathers_of(facts, once, each, working.copies, self.gradients.gathered)
         compiled = self.compiling is not None
         code = StageCode(captured, facts, each, self.device, self._randomness, gathers, channels_last=compiled)
         if once is None:
@@ -231,36 +228,6 @@ class Deployment:
         names |= {value: name for value, (name, _) in working.copies.items()}
         first = StageCode(captured, facts, once, self.device, self._randomness, channels_last=compiled)
         return code, PrologueCode(first, facts, once, names), working.copies
-
-    def _make_gathers(
-        self, facts: GraphFacts, once: StagePart | None, each: StagePart, copies: Mapping[int, Key]
-    ) -> SpanGathers | None:
-        """What each Span computes with of parameters that are kept in parts."""
-        gathered = self.gradients.gathered
-        if not gathered:
-            return None
-        keys: dict[int, tuple[str, torch.dtype | None]] = {
-            facts.params[i].value: (facts.params[i].names[0], None) for i in each.params
-        }
-        keys |= copies
-        early = [] if once is None else [value for op in once.ops for value in facts.ops[op].operands if value in keys]
-        refused = [keys[value][0] for value in early if keys[value][0] in gathered]
-        if refused:
-            raise PlanError(
-                f'this call computes with parameter "{refused[0]}" once a step, which the call that the plan was made '
-                "for did not, so it cannot be kept in parts; keep parameters whole with RANNC_ENABLE_ZERO=2"
-            )
-        needs: list[list[GatheredBucket]] = []
-        types: dict[GatheredBucket, list[torch.dtype]] = {}
-        for span in each.spans:
-            used = [keys[value] for value in span.takes if value in keys and keys[value][0] in gathered]
-            needs.append(list(dict.fromkeys(gathered[name] for name, _ in used)))
-            for name, dtype in used:
-                bucket = gathered[name]
-                known, found = types.setdefault(bucket, []), bucket.dtype if dtype is None else dtype
-                if found not in known:
-                    known.append(found)
-        return SpanGathers(needs, types)
 
     def _make_context(
         self,

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.partition import StagePart
+from pyrannc.errors import PlanError
 from pyrannc.store.gathered import GatheredBucket
+from pyrannc.store.working_copies import Key
 
 Versions = tuple[int, ...]
 _SPANS_AT_BEGIN = 4
@@ -158,3 +162,45 @@ class SpanGathers:
         finally:
             for bucket in self._types:
                 bucket.is_alone = False
+
+
+def gathers_of(
+    facts: GraphFacts,
+    once: StagePart | None,
+    each: StagePart,
+    copies: Mapping[int, Key],
+    gathered: Mapping[str, GatheredBucket],
+) -> SpanGathers | None:
+    """What each Span of a Stage computes with of parameters that are kept in parts; None where there are none.
+
+    Args:
+        once: what runs once a step.
+        each: what runs for each microbatch.
+        copies: the working copies that both take, by Value.
+        gathered: by name, the parameters that are kept in parts.
+
+    Raises:
+        PlanError: one of them is needed once a step.
+    """
+    if not gathered:
+        return None
+    keys: dict[int, tuple[str, torch.dtype | None]] = {
+        facts.params[i].value: (facts.params[i].names[0], None) for i in each.params
+    }
+    keys |= copies
+    early = [] if once is None else [value for op in once.ops for value in facts.ops[op].operands if value in keys]
+    refused = [keys[value][0] for value in early if keys[value][0] in gathered]
+    if refused:
+        raise PlanError(
+            f'this call computes with parameter "{refused[0]}" once a step, which the call that the plan was made '
+            "for did not, so it cannot be kept in parts; keep parameters whole with RANNC_ENABLE_ZERO=2"
+        )
+    needs: list[list[GatheredBucket]] = []
+    types: dict[GatheredBucket, dict[torch.dtype, None]] = {}
+    for span in each.spans:
+        used = [keys[value] for value in span.takes if value in keys and keys[value][0] in gathered]
+        needs.append(list(dict.fromkeys(gathered[name] for name, _ in used)))
+        for name, dtype in used:
+            bucket = gathered[name]
+            types.setdefault(bucket, {})[bucket.dtype if dtype is None else dtype] = None
+    return SpanGathers(needs, {bucket: list(found) for bucket, found in types.items()})
