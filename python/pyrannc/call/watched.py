@@ -57,22 +57,25 @@ class Watched:
                 if holder[name] is None:
                     self._add(holder, name)
                 return
-        for slots in Slots.of(module):
-            if name in slots:
-                self._add(slots, name)
-                return
+        slots = next((slots for slots in Slots.of(module) if name in slots), None)
+        if slots is not None:
+            self._add(slots, name)
+            return
         for holder in (own, *registered):
             self.absent.setdefault(id(holder), (holder, set()))[1].add(name)
-        for kind in type(module).__mro__:
-            if name in vars(kind):
-                value = vars(kind)[name]
-                proxy = self._proxies.setdefault(kind, vars(kind))
-                if isinstance(value, FunctionType) and is_users_own(kind):
-                    self._note(proxy, name)
-                    self.functions.append(value)
-                elif is_users_own(kind) or is_plain(value) or is_record(value):
-                    self._add(proxy, name)
-                return
+        self._add_of_class(type(module), name)
+
+    def _add_of_class(self, kind: type, name: str) -> None:
+        """What a class, or the first of its bases that has the name, has by it."""
+        owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+        if owner is None:
+            return
+        value, proxy = vars(owner)[name], self._proxies.setdefault(owner, vars(owner))
+        if isinstance(value, FunctionType) and is_users_own(owner):
+            self._note(proxy, name)
+            self.functions.append(value)
+        elif is_users_own(owner) or is_plain(value) or is_record(value):
+            self._add(proxy, name)
 
     def add_stranger(self, module: nn.Module) -> None:
         """A module that the model calls and that is no sub-module."""
