@@ -26,6 +26,7 @@ _SECTIONS = {
     "left": "What the forward leaves in Python",
     "questions": "Questions about data",
     "whole": "What no graph holds",
+    "detection": "Lists of images and targets",
     "rows": "Rows and arguments",
     "packed": "Packed rows",
     "calls": "Who calls",

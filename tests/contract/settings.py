@@ -49,6 +49,9 @@ DIVIDED = (REPLICAS, PIPELINE, MIXED)
 TOGETHER = (STAGES, Setting((5, 3), 2, 1), Setting((8, 0), 2, 1))
 """All rows of the global batch are computed together."""
 
+UNCUT = (Setting((5, 3), 1, 1), Setting((3, 0, 5), 1, 1))
+"""One Stage and one microbatch, for models that stay in one piece."""
+
 FREE = (Setting((4, 4), 0, 0), Setting((2, 0, 6), 0, 0))
 """The search chooses."""
 

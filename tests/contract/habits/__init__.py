@@ -9,6 +9,7 @@ from . import (  # noqa: F401  # the order of the document
     calls,
     chance,
     changes,
+    detection,
     left,
     loops,
     loss_scaling,

@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
-from tests.contract.settings import ONCE, STAGES, TOGETHER, Setting
+from tests.contract.settings import ONCE, UNCUT
 from tests.contract.training import (
     CLASSES,
     TOKENS,
@@ -36,7 +36,6 @@ from tests.contract.training import (
 )
 
 _KEPT = r"stays in one piece"
-_ONE_STAGE = (Setting((5, 3), 1, 1), Setting((3, 0, 5), 1, 1))
 
 
 class _Late(Chain):
@@ -418,13 +417,13 @@ def packed_sequences_in_the_model_itself(job: Job) -> None:
     _classify(job, _Recurrent(nn.LSTM(WIDTH, WIDTH, batch_first=True)))
 
 
-@warned("The whole model", "tested, not proven", settings=_ONE_STAGE, instead="each rank computes its own rows")
+@warned("The whole model", "tested, not proven", settings=UNCUT, instead="each rank computes its own rows")
 def packed_sequences_uncut(job: Job) -> None:
     """The same with a GRU and `RaNNCModule(..., allow_uncut=True)`; sequences of the first batch have one length."""
     _classify(job, _Recurrent(nn.GRU(WIDTH, WIDTH, 4, batch_first=True)), equally_long=True, allow_uncut=True)
 
 
-@refused("InputError", "total_length", settings=_ONE_STAGE, instead="`pad_packed_sequence(..., total_length=...)`")
+@refused("InputError", "total_length", settings=UNCUT, instead="`pad_packed_sequence(..., total_length=...)`")
 def pooling_over_the_longest_sequence_at_hand(job: Job) -> None:
     """As above, and the mean is over as many tokens as the longest row of the batch has."""
     net = _Recurrent(nn.GRU(WIDTH, WIDTH, 4, batch_first=True), pools=True)
@@ -511,13 +510,13 @@ def loop_over_rows_in_the_model_itself(job: Job) -> None:
     fit(job, _RowsInRoot(loss=True), classes)
 
 
-@warned("The whole model", settings=_ONE_STAGE, instead="all ranks compute the loss of the global batch")
+@warned("The whole model", settings=UNCUT, instead="all ranks compute the loss of the global batch")
 def uncut_with_its_loss(job: Job) -> None:
     """The same with `RaNNCModule(..., allow_uncut=True)`, the loss inside of the model."""
     fit(job, _RowsInRoot(loss=True), classes, allow_uncut=True)
 
 
-@warned("The whole model", "tested, not proven", settings=_ONE_STAGE, instead="each rank computes its own rows")
+@warned("The whole model", "tested, not proven", settings=UNCUT, instead="each rank computes its own rows")
 def uncut_with_the_criterion_outside(job: Job) -> None:
     """The same with the criterion outside of the model."""
     net = _RowsInRoot(loss=False)
@@ -531,89 +530,6 @@ def uncut_with_the_criterion_outside(job: Job) -> None:
         job.gradients(model)
         optimizer.step()
     job.state(model)
-
-
-def _boxes(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, and for each row some boxes, of which the first ones count."""
-    x = torch.randn(rows, WIDTH, generator=generator)
-    boxes, counts = torch.rand(rows, 3, 4, generator=generator), torch.randint(1, 4, (rows,), generator=generator)
-    return x, boxes, counts
-
-
-def _targets(boxes: Tensor, counts: Tensor) -> list[dict[str, Tensor]]:
-    """A dict for each row."""
-    pairs = zip(boxes, counts.tolist(), strict=True)
-    return [{"boxes": own[:count], "labels": torch.arange(count), "area": own.sum()} for own, count in pairs]
-
-
-class _Detector(nn.Module):
-    """Predicts three boxes of a row; its loss is over those that the row has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Chain(4, 12)
-
-    def loss(self, made: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
-        boxes = [target["boxes"] for target in targets]
-        own = [F.l1_loss(y[target["labels"]], target["boxes"]) for y, target in zip(made, targets, strict=True)]
-        return torch.stack(own).sum() / sum(map(len, boxes))
-
-    def forward(self, x: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
-        return self.loss(self.net(x).view(-1, 3, 4), targets)
-
-
-@warned("method loss", instead="lists of dicts of tensors beside a batch are taken for one dict a row")
-def targets_in_a_list_of_dicts(job: Job) -> None:
-    """`targets` is a list with a dict of tensors for each row, of different extents, as for detection."""
-    net = _Detector()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer)
-    for x, boxes, counts in job.batches(_boxes):
-        optimizer.zero_grad()
-        loss = model(x, targets=_targets(boxes, counts))
-        job.same("loss", loss)
-        loss.backward()
-        job.gradients(model)
-        optimizer.step()
-    job.state(model)
-
-
-class _OfSizes(nn.Module):
-    """Takes images of different sizes apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.detector = _Detector()
-
-    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
-        rows = [F.adaptive_avg_pool2d(image, (1, WIDTH)).flatten() for image in images]
-        return self.detector(torch.stack(rows), targets)  # type: ignore[no-any-return]
-
-
-@warned("The whole model", settings=_ONE_STAGE, instead="`allow_uncut=True`: all ranks compute the global batch")
-def images_of_different_sizes(job: Job) -> None:
-    """`images` is a list with a tensor for each row, of different sizes, beside a list of dicts."""
-    _detect(job, _OfSizes(), allow_uncut=True)
-
-
-@warned(
-    "but for its sub-module 'detector.net'", instead="what comes before and after a sub-module stays whole round it"
-)
-def images_in_a_list_before_a_backbone(job: Job) -> None:
-    """As above; what is made of each image alone goes to a sub-module, as to the backbone of a detection model."""
-    _detect(job, _OfSizes())
-
-
-class _Normalised(_OfSizes):
-    def __init__(self) -> None:
-        super().__init__()
-        self.detector.net = nn.Sequential(nn.BatchNorm1d(WIDTH), self.detector.net)  # type: ignore[assignment]
-
-
-@warned("but for its sub-module 'detector.net'", settings=TOGETHER, instead="its statistics are those of the batch")
-def images_in_a_list_before_batch_norm(job: Job) -> None:
-    """As above, where the sub-module has running statistics, which what is tried of it must leave as they are."""
-    _detect(job, _Normalised())
 
 
 class _Forces(nn.Module):
@@ -630,7 +546,7 @@ class _Forces(nn.Module):
         return F.mse_loss(-slope, target) + energy.square().mean()
 
 
-@warned("The whole model", settings=_ONE_STAGE, instead="`allow_uncut=True`: all ranks compute the global batch")
+@warned("The whole model", settings=UNCUT, instead="`allow_uncut=True`: all ranks compute the global batch")
 def forces_in_the_forward(job: Job) -> None:
     """The forward differentiates energies by positions: `torch.autograd.grad(..., create_graph=True)`."""
     fit(job, _Forces(), pairs, allow_uncut=True)
@@ -642,68 +558,3 @@ def forces_in_the_forward(job: Job) -> None:
 def forces_in_a_forward_that_is_cut(job: Job) -> None:
     """The same, without `allow_uncut=True`."""
     job.wrap(_Forces())(*job.batch(pairs))
-
-
-class _Noisy(_OfSizes):
-    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
-        return super().forward([image + torch.rand(1) for image in images], targets)
-
-
-@refused("CaptureError", "allow_uncut", settings=ONCE, instead="draw before the model is called")
-def images_changed_by_chance_before_a_backbone(job: Job) -> None:
-    """As above, and the model adds noise to the images first."""
-    _detect(job, _Noisy())
-
-
-class _Stacked(nn.Module):
-    """Images of one size, through a convolution; the loss is over what each row has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3))
-
-    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
-        made = self.backbone(torch.stack([image * 2 for image in images]))
-        return torch.stack([y.mean() - own["area"] for y, own in zip(made, targets, strict=True)]).square().mean()
-
-
-@refused(
-    "CaptureError",
-    "allow_uncut=True",
-    settings=(STAGES,),
-    instead="`allow_uncut=True`, or images of one size",
-    apart=True,
-)
-def images_of_another_size_later(job: Job) -> None:
-    """As above, all images of a batch are of one size, and those of a later batch of another."""
-    net = _Stacked()
-    model = job.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for side, (x, boxes, counts) in zip((8, 7), job.batches(_boxes), strict=False):
-        images = [row.mean() * torch.ones(1, side, side) for row in x]
-        model(images, _targets(boxes, counts)).backward()
-
-
-class _Together(_OfSizes):
-    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
-        most = max(float(image.abs().max()) for image in images)
-        return super().forward([image / most for image in images], targets)
-
-
-@refused("CaptureError", "allow_uncut", settings=ONCE, instead="normalise before the model is called")
-def images_normalised_together_before_a_backbone(job: Job) -> None:
-    """As above, and the model divides all images by the largest number in any of them."""
-    _detect(job, _Together())
-
-
-def _detect(job: Job, net: nn.Module, **options: Any) -> None:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer, **options)
-    for x, boxes, counts in job.batches(_boxes):
-        images = [row.view(1, 1, -1).repeat(1, count, count) for row, count in zip(x, counts.tolist(), strict=True)]
-        optimizer.zero_grad()
-        loss = model(images, _targets(boxes, counts))
-        job.same("loss", loss)
-        loss.backward()
-        job.gradients(model)
-        optimizer.step()
-    job.state(model)
