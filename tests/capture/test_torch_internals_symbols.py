@@ -127,16 +127,6 @@ def test_is_a_branch() -> None:
     assert not any(branch for _, branch in asked_by(lambda x: x[:2]))
 
 
-def test_forget_new_sizes() -> None:
-    mode = fake_mode()
-    with mode:
-        fake = mode.from_tensor(X)
-        fake[fake > 0]
-        assert mode.shape_env.pending_fresh_unbacked_symbols
-        symbols.forget_new_sizes(mode)
-    assert not mode.shape_env.pending_fresh_unbacked_symbols
-
-
 def test_expression() -> None:
     size = symbols.fake_of(fake_mode(), "x", X, 1).shape[0]
     symbol = symbols.expression(size)

@@ -46,7 +46,6 @@ class OpaqueCall:
         types: of the tensors inside of it, as far as they are known.
         is_known: its title tells what it computes, as no other does in the same capture, without draws: like any
             operator, it may run in several places.
-        takes_functions: it is an operator such as ``torch.cond``, which torch compiles outside of captures.
         tried: what trials call instead, where a call may leave out some of what it can do.
     """
 
@@ -64,7 +63,6 @@ class OpaqueCall:
         self.does: Hashable | None = None
         self.types: frozenset[torch.dtype] = frozenset()
         self.is_known = False
-        self.takes_functions = False
         self.tried: Callable[..., Any] | None = None
         self._call = call
 

@@ -128,12 +128,6 @@ def is_a_branch() -> bool:
 _TAKEN = torch.SymBool.__bool__.__code__, torch.SymBool.__int__.__code__
 
 
-def forget_new_sizes(mode: fake_tensor.FakeTensorMode) -> None:
-    """Sizes that depend on data need not show in a result. Public: none."""
-    if mode.shape_env is not None:
-        mode.shape_env.pending_fresh_unbacked_symbols.clear()
-
-
 def expression(number: Any) -> sympy.Expr:
     """What a symbolic number is in terms of its symbols. Public: none."""
     return number.node.expr

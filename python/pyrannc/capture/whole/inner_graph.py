@@ -172,7 +172,6 @@ def operator_of(name: str, said: Sequence[Any], parts: Sequence[InnerGraph], run
     digest = hashlib.sha256(repr(([part.digest for part in parts], said)).encode()).hexdigest()[:12]
     target = OpaqueCall(f"{name}_{digest}", run, f"{name}.{digest}")
     target.draws = False
-    target.takes_functions = True
     target.autocast = Autocast((), cache=True)
     if all(part.is_known for part in parts):
         target.title = target.does = f"torch.{name}.{digest}"
