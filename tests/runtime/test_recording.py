@@ -151,7 +151,7 @@ def graphs() -> Iterator[Graphs]:
         "max_memory_allocated": lambda _: made.most_bytes,
     }
     with (
-        patch.multiple(recording, Recording=FakeRecording, Replay=Replay, _Watched=Watched, before_groups_end=Mock()),
+        patch.multiple(recording, Recording=FakeRecording, Replay=Replay, WatchedRun=Watched, before_groups_end=Mock()),
         patch.multiple(torch.cuda, **cuda),
     ):
         yield made

@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import atexit
 import os
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyrannc.call.variant import Variant
 from pyrannc.capture.torch_internals.devices import before_groups_end
-from pyrannc.core.program import RankProgram
 from pyrannc.errors import first_line
 from pyrannc.job import process
 from pyrannc.job.device_memory import left_bytes
 from pyrannc.log import get_logger
 from pyrannc.runtime.batch import OfBatch
 from pyrannc.runtime.context import StageContext
-from pyrannc.runtime.cuda_graph import Recording, Replay, Seen, compiled_for, versions
-from pyrannc.runtime.peaks import Growth
-from pyrannc.runtime.run import AnyRun, OfOutputs, Run, Task
+from pyrannc.runtime.cuda_graph import Recording, Replay, compiled_for
+from pyrannc.runtime.run import AnyRun, Task
 from pyrannc.runtime.timing import StepMarks
+from pyrannc.runtime.watched_run import Caller, Known, WatchedRun, why_not
 from pyrannc.store.gradient_set import GradientSet
 
 _log = get_logger("RaNNCModule")
@@ -39,21 +35,8 @@ _MOST_PROGRAMS = 8
 """Whose runs are recorded: a script whose batches never have the same size would record at each step."""
 _MOST_ROOMS = 2
 """Sets of gradients: while a script holds one, the next is filled."""
-_MOST_WAITING = 2
-_MOST_FAILURES = 2
-"""What fails once may have been in the way of something that is gone the next time."""
 _MOST_TIMES = 3
 """A program is recorded so often, if its parameters move."""
-_WAITS = "synchronizing CUDA operation"
-_OF_WATCHING = "Synchronization debug mode"
-
-
-class Caller(Protocol):
-    """Who a run is for."""
-
-    @property
-    def is_open(self) -> bool:
-        """True while a backward of it may come."""
 
 
 class _Room:
@@ -74,49 +57,6 @@ class _Room:
         return (user is None or not user.is_open) and not self.gradients.is_held
 
 
-@dataclass
-class _Known:
-    """What is known of a program.
-
-    Attributes:
-        codes: the compiled code that its Spans ran with: what was found of other code says nothing.
-        is_new: no run of it has been met.
-        watched: a run, to its end.
-        watcher: who the last watched run is for, where its backward comes later.
-        waited: so many runs waited for the device.
-        why_not: why it is not recorded; empty if nothing speaks against it.
-        seen: of its run.
-        recordings: by room.
-        recorded: how many times.
-        failures: of recording, or of room for what replays give.
-    """
-
-    program: RankProgram
-    context: StageContext
-    codes: list[object]
-    is_new: bool = True
-    watched: bool = False
-    watcher: weakref.ref[Caller] | None = None
-    waited: int = 0
-    why_not: str = ""
-    seen: Seen = field(default_factory=Seen)
-    recordings: dict[int, Recording] = field(default_factory=dict)
-    recorded: int = 0
-    failures: int = 0
-
-    def note_failure(self, why: str) -> None:
-        """What has kept it from being recorded, or replayed; that is tried no more, once it has failed twice."""
-        self.failures += 1
-        if self.failures == _MOST_FAILURES:
-            self.why_not = why
-
-    @property
-    def is_under_watch(self) -> bool:
-        """True while it is not known to what a watched run comes."""
-        user = None if self.watcher is None else self.watcher()
-        return user is not None and user.is_open
-
-
 class Recordings:
     """Those of one deployment on one rank.
 
@@ -126,7 +66,7 @@ class Recordings:
 
     def __init__(self) -> None:
         self.replay_bytes = 0
-        self._known: dict[tuple[int, int], _Known] = {}
+        self._known: dict[tuple[int, int], Known] = {}
         self._rooms: list[_Room] = []
         self._open: weakref.ref[Caller] | None = None
         self._pool: Any = None
@@ -165,7 +105,7 @@ class Recordings:
             is_whole = task.program.call == "whole"
             known.watcher = None if is_whole else weakref.ref(caller)
             room = self.lend_room(caller, task.context) if is_whole else None
-            return _Watched(known, task, inputs, inside, marks, room, self._note_watched)
+            return WatchedRun(known, task, inputs, inside, marks, room, self._note_watched)
         place = self._free_room(task.context)
         recording = None if place is None else self._recording(known, task, inputs, inside, place)
         outputs = None if recording is None else self._room_for_outputs(known, recording)
@@ -177,7 +117,7 @@ class Recordings:
             self._open = weakref.ref(caller)
         return Replay(recording, inputs, inside, outputs, marks)
 
-    def _of(self, task: Task) -> _Known | None:
+    def _of(self, task: Task) -> Known | None:
         key = id(task.context), id(task.program)
         known, codes = self._known.get(key), compiled_for(task)
         if known is not None and known.codes != codes and not self._awaits_backward:
@@ -186,13 +126,13 @@ class Recordings:
             self._drop(self._known.pop(key))
             known = None
         if known is None and len(self._known) < _MOST_PROGRAMS:
-            known = self._known[key] = _Known(task.program, task.context, codes)
+            known = self._known[key] = Known(task.program, task.context, codes)
         return known
 
-    def _may_record(self, known: _Known, variant: Variant) -> bool:
+    def _may_record(self, known: Known, variant: Variant) -> bool:
         if known.is_new:
             known.is_new = False
-            known.why_not = _why_not(known.context, variant, known.program)
+            known.why_not = why_not(known.context, variant, known.program)
         if known.why_not and known.why_not not in self._told:
             self._told.add(known.why_not)
             if process.get_rank() == 0:
@@ -231,7 +171,7 @@ class Recordings:
         return len(self._rooms) - 1
 
     def _recording(
-        self, known: _Known, task: Task, inputs: OfBatch, inside: Mapping[int, Tensor], room: int
+        self, known: Known, task: Task, inputs: OfBatch, inside: Mapping[int, Tensor], room: int
     ) -> Recording | None:
         recording = known.recordings.get(room)
         if recording is not None and recording.is_stale:
@@ -256,7 +196,7 @@ class Recordings:
             return None
         return known.recordings[room]
 
-    def _record(self, known: _Known, task: Task, inputs: OfBatch, inside: Mapping[int, Tensor], room: int) -> None:
+    def _record(self, known: Known, task: Task, inputs: OfBatch, inside: Mapping[int, Tensor], room: int) -> None:
         if self._pool is None:
             # Messages between a graph and what is none must be the same kernels on both sides.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -276,7 +216,7 @@ class Recordings:
         stays = torch.cuda.memory_allocated(device) - allocated
         self.replay_bytes = max(self.replay_bytes, most - stays + known.recordings[room].output_bytes)
 
-    def _room_for_outputs(self, known: _Known, recording: Recording) -> OfBatch | None:
+    def _room_for_outputs(self, known: Known, recording: Recording) -> OfBatch | None:
         """Where a replay's outputs go: what the graphs have keeps from others even what is free in it."""
         try:
             return recording.room_for_outputs()
@@ -299,7 +239,7 @@ class Recordings:
             torch.cuda.synchronize()
             self.drop()
 
-    def _drop(self, known: _Known) -> None:
+    def _drop(self, known: Known) -> None:
         for recording in known.recordings.values():
             recording.reset()
         known.recordings.clear()
@@ -334,92 +274,6 @@ class Recordings:
         refusals = dict.fromkeys(known.why_not for known in self._known.values() if known.why_not)
         text = f"{done} of {len(self._known)} kinds of steps are replayed as CUDA graphs"
         return "; ".join([text, *(f"not all because {why}" for why in refusals)])
-
-
-class _Watched(Run):
-    """The run of a program before it is recorded.
-
-    Args:
-        end: is told of its end.
-    """
-
-    def __init__(
-        self,
-        known: _Known,
-        task: Task,
-        inputs: OfBatch,
-        inside: Mapping[int, Tensor],
-        marks: StepMarks | None,
-        room: GradientSet | None,
-        end: Callable[[], None],
-    ) -> None:
-        super().__init__(task, marks)
-        self._known, self._note_end = known, end
-        self._waits = False
-        self._seen = Seen()
-        self._growth = Growth(task.context.device)
-        with self._watching():
-            self.forward(inputs, inside, room)
-        self._versions = versions(task.context)
-        if task.program.call == "whole":
-            self._end()
-
-    def backward(self, grads: OfOutputs, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
-        """Runs the backwards of a call with its criterion outside."""
-        if versions(self._known.context) != self._versions:
-            self._known.why_not = "parameters change between the call of the model and its backward"
-        with self._watching():
-            super().backward(grads, reached, keep_graph=keep_graph, reduce=reduce)
-        self._seen.grads = {key: torch.empty_like(grad, device="meta") for key, grad in grads.items()}
-        self._seen.reached = reached
-        if not keep_graph and reduce:
-            self._end()
-
-    def _end(self) -> None:
-        known = self._known
-        known.seen = self._seen
-        known.seen.growth_bytes = self._growth.most_bytes
-        known.watched = not self._waits
-        known.waited += self._waits
-        if known.waited == _MOST_WAITING:
-            known.why_not = "an operator waits for the device"
-        self._note_end()
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        randomness = self._known.context.randomness
-        randomness.noted = self._seen.places
-        with self._growth.measured(), warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            before = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                yield
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
-                randomness.noted = None
-        told = [warning for warning in seen if _OF_WATCHING not in str(warning.message)]
-        waits = [warning for warning in told if _WAITS in str(warning.message)]
-        self._waits |= bool(waits)
-        for warning in told:
-            if warning not in waits:
-                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-def _why_not(context: StageContext, variant: Variant, program: RankProgram) -> str:
-    """What is known to stand against recording a program's run; empty if nothing is."""
-    asked = "".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    if "expandable_segments:true" in "".join(asked.lower().split()):
-        return "the allocator has expandable segments, with which replayed messages of NCCL can hang"
-    if variant.whole_part:
-        return f"{variant.whole_part} stays whole, and may do anything"
-    if program.call == "halves":
-        if context.tail is not None and context.tail.params:
-            return "parameters are used on all rows, after what is divided"
-        facts = variant.whole.facts
-        if sum(facts.values[value].requires_grad for value in set(facts.outputs)) > 1:
-            return "the criterion is outside of the model, which gives several outputs"
-    return ""
 
 
 _RECORDED: weakref.WeakSet[Recordings] = weakref.WeakSet()
