@@ -5,25 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
 from pyrannc.capture.torch_internals.patching import CHECKS_OF_SENT, GROUP_METHODS, PatchPoint
 from pyrannc.capture.torch_internals.tensors import pytree
+from pyrannc.capture.user.distributed_calls import C10D, LOGGER, called_function
+from pyrannc.capture.user.source import module_of
 from pyrannc.store.held_by_some import held_by_some
 from pyrannc.store.home import Guarded, Home
 
-_DISTRIBUTED = CHECKS_OF_SENT[0].owner.__name__
-_OF_SENDING = (_DISTRIBUTED, "torch.distributed.c10d_logger")
-"""Python modules between a script's call and the checks."""
 _OWN = "pyrannc."
 
 
 def is_sending(func: Any) -> bool:
     """True for a function of ``torch.distributed``."""
-    return bool(getattr(func, "__module__", None) == _DISTRIBUTED)
+    return bool(getattr(func, "__module__", None) == C10D)
 
 
 @cache
@@ -40,10 +38,11 @@ def _refusing_function(point: PatchPoint) -> Callable[..., None]:
 
     def check(sent: Any, *args: Any) -> None:
         frame = caller = sys._getframe(1)
-        while caller.f_globals.get("__name__", "") in _OF_SENDING and caller.f_back is not None:
+        while module_of(caller) in (C10D, LOGGER) and caller.f_back is not None:
             caller = caller.f_back
-        if not caller.f_globals.get("__name__", "").startswith(_OWN):
-            _refuse_sent(sent if isinstance(sent, (list, tuple)) else [sent], f"dist.{_sender(frame, caller)}()")
+        if not module_of(caller).startswith(_OWN):
+            name = called_function(frame, caller).removeprefix("torch.distributed.")
+            _refuse_sent(sent if isinstance(sent, (list, tuple)) else [sent], f"dist.{name}()")
         original(sent, *args)
 
     return check
@@ -54,8 +53,8 @@ def _refusing_method(point: PatchPoint) -> Callable[..., Any]:
 
     @wraps(original)
     def method(group: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller != _DISTRIBUTED and not caller.startswith(_OWN):
+        caller = module_of(sys._getframe(1))
+        if caller != C10D and not caller.startswith(_OWN):
             _refuse_sent(pytree.tree_leaves((args, kwargs)), f"group.{point.name}()")
         return original(group, *args, **kwargs)
 
@@ -70,14 +69,3 @@ def _refuse_sent(sent: Iterable[object], call: str) -> None:
         if isinstance(tensor, Tensor) and held is not None:
             kind = "the gradient of parameter" if held.is_gradient else "parameter or buffer"
             Home(kind, held.name, held.ranks, tensor.device, tensor.stride()).refuse_sending(call)
-
-
-def _sender(frame: FrameType | None, caller: FrameType) -> str:
-    """The function of ``torch.distributed`` that is called, from a frame inside of it."""
-    found = ""
-    while frame is not None and frame is not caller:
-        if frame.f_globals.get("__name__", "") == _DISTRIBUTED:
-            name = frame.f_code.co_name
-            found = "P2POp" if name.startswith("__") else name
-        frame = frame.f_back
-    return found

@@ -19,16 +19,13 @@ from pyrannc.capture.torch_internals.patching import (
     other_sends,
     several_ranks,
 )
+from pyrannc.capture.user.distributed_calls import C10D, called_function
 from pyrannc.capture.user.source import SourceTracker, belongs_to_user, module_of
 from pyrannc.counting import told_of_counts
 from pyrannc.errors import CaptureError
 
 from .world_size import told_of_world_size
 
-_TORCH = "torch.distributed"
-_C10D = f"{_TORCH}.distributed_c10d"
-_LOGGER = f"{_TORCH}.c10d_logger"
-"""Stands round most functions of torch.distributed."""
 _SILENT = ("get_backend", "get_backend_config", "get_rank", "get_world_size", "_set_pg_timeout")
 """Functions that look at a group like those that talk with its ranks, and send nothing."""
 _OPERATORS = frozenset(f"torch._ops.{name}" for name in ("_c10d_functional", "_c10d_functional_autograd", "c10d"))
@@ -116,22 +113,19 @@ def as_one_process(tracker: SourceTracker) -> Iterator[list[CaptureError]]:
 
 
 def _is_silent(frame: FrameType) -> bool:
-    return frame.f_code.co_name in _SILENT and module_of(frame) == _C10D
+    return frame.f_code.co_name in _SILENT and module_of(frame) == C10D
 
 
 def _asker(frame: FrameType) -> str:
     """The file of what asks for the number of ranks, from the innermost frame that does."""
-    while frame.f_back is not None and module_of(frame) == _C10D:
+    while frame.f_back is not None and module_of(frame) == C10D:
         frame = frame.f_back
     return frame.f_code.co_filename
 
 
 def _called(frame: FrameType) -> str:
     """The function of torch.distributed that the user's line calls, from a frame inside of it."""
-    name, outer = "", frame
-    while outer.f_back is not None and not belongs_to_user(outer.f_code.co_filename):
-        module = module_of(outer)
-        if module.startswith(_TORCH) and module != _LOGGER:
-            name = f"{_TORCH if module == _C10D else module}.{outer.f_code.co_name}"
-        outer = outer.f_back
-    return name
+    line = frame
+    while line.f_back is not None and not belongs_to_user(line.f_code.co_filename):
+        line = line.f_back
+    return called_function(frame, line)
