@@ -54,6 +54,22 @@ def wrapped_twice(job: Job) -> None:
 
 
 @equal()
+def default_device(job: Job) -> None:
+    """All of the script runs under `torch.device(...)`, or after `torch.set_default_device(...)`."""
+    batches = [*job.batches(pairs)]
+    with batches[0][0].device:
+        net = Returns(Chain(), F.mse_loss)
+        optimizer = Adam(net.parameters(), lr=0.01)
+        model = job.wrap(net, optimizer)
+        for batch in batches:
+            optimizer.zero_grad()
+            model(*batch).backward()
+            job.gradients(model)
+            optimizer.step()
+        job.state(model)
+
+
+@equal()
 def inference_mode_first(job: Job) -> None:
     """The first call is under `torch.inference_mode()`; training follows."""
     net = Returns(Chain(), F.mse_loss)
