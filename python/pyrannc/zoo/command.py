@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     lock = threading.Lock()
 
     def work() -> None:
-        with pair(options.stages, as_they_are=options.as_they_are) as (cut, uncut):
+        with pair(options.stages, as_they_are=options.as_they_are, gpus=options.gpus) as (cut, uncut):
             while True:
                 with lock:
                     case = next(left, None)
@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def pair(stages: int, *, as_they_are: bool) -> Iterator[tuple[Workers, Workers]]:
+def pair(stages: int, *, as_they_are: bool, gpus: bool = False) -> Iterator[tuple[Workers, Workers]]:
     """The ranks that hold a model in Stages, and those that hold one uncut."""
     rows = tuple(ROWS // stages + (rank < ROWS % stages) for rank in range(stages))
-    cut = Workers(rows, stages, as_they_are=as_they_are)
-    uncut = Workers((ROWS // 2, ROWS - ROWS // 2), 1, as_they_are=as_they_are)
+    cut = Workers(rows, stages, as_they_are=as_they_are, gpus=gpus)
+    uncut = Workers((ROWS // 2, ROWS - ROWS // 2), 1, as_they_are=as_they_are, gpus=gpus)
     try:
         yield cut, uncut
     finally:
@@ -155,6 +155,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with the dropout and batch statistics that they train with by default, in one microbatch; of one that "
         "draws random numbers, the captured graph is held against the model with the same numbers",
+    )
+    parser.add_argument(
+        "--gpus", action="store_true", help="each process computes on a GPU of its own, where Spans are compiled, too"
     )
     parser.add_argument("--results", type=Path, help="file of results; models in it are not run again")
     parser.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for one model")

@@ -19,6 +19,7 @@ from pyrannc.capture import flatten
 from pyrannc.core.plan import PlanFacts
 from pyrannc.distributed import get_rank
 from pyrannc.errors import RaNNCError
+from pyrannc.job.process import own_device
 from pyrannc.module import RaNNCModule
 
 from .case import ROWS, Case, NotByRuleError, loss_of, quiet
@@ -123,8 +124,9 @@ def _made(case: Case, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
     model, arguments = case.make(ROWS, as_they_are)
     dtype = torch.get_default_dtype()
     tensors, structure = flatten(arguments)
-    converted = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
-    return (model.train() if as_they_are else quiet(model)).to(dtype), structure.rebuild(converted)
+    device = own_device()
+    converted = [tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype) for tensor in tensors]
+    return (model.train() if as_they_are else quiet(model)).to(device, dtype), structure.rebuild(converted)
 
 
 def _train_plain(case: Case, as_they_are: bool, seed: int = 0, *, nudged: bool = False) -> _Run:
@@ -155,7 +157,7 @@ def _train_plain(case: Case, as_they_are: bool, seed: int = 0, *, nudged: bool =
 @torch.no_grad()
 def _nudge(model: nn.Module) -> None:
     for param in model.parameters():
-        signs = 1 - 2 * (torch.arange(param.numel()) % 2).view(param.shape)
+        signs = 1 - 2 * (torch.arange(param.numel(), device=param.device) % 2).view(param.shape)
         param.mul_(1 + signs * torch.finfo(param.dtype).eps)
 
 
@@ -301,6 +303,7 @@ def _own(whole: Tensor, like: Tensor, rows: tuple[int, int]) -> Tensor:
 def _apart(what: str, got: Tensor, right: Tensor, tolerance: float, noise: float = 0.0) -> list[str]:
     if got.shape != right.shape:
         return [f"{what} has shape {tuple(got.shape)} instead of {tuple(right.shape)}"]
+    got = got.to(right.device)
     if not right.is_floating_point():
         return [] if torch.equal(got, right) else [f"{what} differs"]
     got, right = got.detach().double(), right.detach().double()

@@ -27,12 +27,14 @@ class Workers:
         rows: of each rank's batch.
         stages: that Plans have.
         as_they_are: models keep their dropout and batch statistics.
+        gpus: each rank computes on a GPU of its own.
     """
 
-    def __init__(self, rows: tuple[int, ...], stages: int, *, as_they_are: bool = False) -> None:
+    def __init__(self, rows: tuple[int, ...], stages: int, *, as_they_are: bool = False, gpus: bool = False) -> None:
         self._rows = rows
         self._stages = stages
         self._as_they_are = as_they_are
+        self._devices = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", *LIBRARIES, "pyrannc.module"])
         self._ranks: list[tuple[Any, Connection]] = []
@@ -79,7 +81,7 @@ class Workers:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # the ranks meet at this process, as at torchrun
                 "RANNC_PARTITION_NUM": str(self._stages), "RANNC_PROFILE": "never", "RANNC_LOG": "error",
                 "RANNC_PIPELINE_NUM": "1" if self._stages == 1 or self._as_they_are else "2",
-                "CUDA_VISIBLE_DEVICES": "",
+                **self._devices,
             }  # fmt: skip
             process = self._context.Process(
                 target=_serve, args=(there, variables, self._rows, self._stages, self._as_they_are), daemon=True
@@ -113,6 +115,7 @@ def _serve(
     from .trial import cases, run
 
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     known = {}
