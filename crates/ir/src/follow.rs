@@ -147,6 +147,7 @@ impl Call<'_> {
                 self.rows_of(self.value(place).ok_or(NO_RULE)?).map(RowState::Rows)
             }
             RowRule::IndexSelect => self.selected(),
+            RowRule::Gather => self.gathered(),
             RowRule::Embedding => self.looked_up(),
             RowRule::OneHot => self.rows_of(self.first()?).map(RowState::Rows),
             RowRule::Index => self.indexed(),

@@ -84,6 +84,8 @@ pub(crate) enum RowRule {
     LookUp(usize),
     /// Places of a dimension, chosen by a list of numbers.
     IndexSelect,
+    /// Elements of one dimension by indices, which may have the rows where the table has none.
+    Gather,
     /// A table looked up by indices.
     Embedding,
     /// A dimension more on the right.
@@ -146,9 +148,9 @@ pub(crate) fn row_rule(packet: &str) -> Option<RowRule> {
 fn of_name(name: &str) -> Option<RowRule> {
     use RowRule::{
         AddMatmul, Along, Arange, Attention, BatchNorm, Beside, Cat, ClassLoss, Convolution, Cosine, Create, Drop,
-        Einsum, Elementwise, Embedding, Expand, Identity, Index, IndexPut, IndexSelect, Last, Leading, Linear, LookUp,
-        Loss, Matmul, MoveDim, OneHot, Outer, Pad, Permute, Recurrent, Reduce, Regroup, Repeat, RepeatInterleave,
-        Section, Stack, Tensordot, Trailing, Transpose,
+        Einsum, Elementwise, Embedding, Expand, Gather, Identity, Index, IndexPut, IndexSelect, Last, Leading, Linear,
+        LookUp, Loss, Matmul, MoveDim, OneHot, Outer, Pad, Permute, Recurrent, Reduce, Regroup, Repeat,
+        RepeatInterleave, Section, Stack, Tensordot, Trailing, Transpose,
     };
     Some(match name {
         "alias" | "clone" | "contiguous" | "detach" | "double" | "expand_copy" | "float" | "half" | "lift"
@@ -363,15 +365,15 @@ fn of_name(name: &str) -> Option<RowRule> {
         "std" | "std_mean" | "var" | "var_mean" => Reduce { dims: DIM1, keep: Some((3, "keepdim")), over: Over::Other },
         "cosine_similarity" => Cosine,
         "bucketize" => LookUp(0),
-        "searchsorted" => LookUp(1),
+        "searchsorted" | "take" => LookUp(1),
         "index_select" => IndexSelect,
+        "gather" => Gather,
         "argsort"
         | "cumprod"
         | "cumsum"
         | "cummax"
         | "cummin"
         | "flip"
-        | "gather"
         | "glu"
         | "index_add"
         | "index_copy"
@@ -462,6 +464,7 @@ fn of_name(name: &str) -> Option<RowRule> {
         | "convolution" | "_convolution" | "cudnn_convolution" | "thnn_conv2d" | "mkldnn_convolution" => Convolution,
         "batch_norm" | "native_batch_norm" | "cudnn_batch_norm" | "_batch_norm_with_update" => BatchNorm,
         "gru" | "lstm" | "rnn_relu" | "rnn_tanh" => Recurrent,
+        "gru_cell" | "lstm_cell" | "rnn_relu_cell" | "rnn_tanh_cell" => Leading,
         "constant_pad_nd" | "pad" => Pad,
         "embedding" => Embedding,
         "one_hot" => OneHot,

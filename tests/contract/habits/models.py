@@ -108,6 +108,52 @@ def pruned(job: Job) -> None:
     _fit(job, net)
 
 
+class _Denoising(nn.Module):
+    """Noise is added as a schedule has it at each row's step, and told from what comes of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = Chain(5)
+        self.register_buffer("kept", torch.linspace(0.99, 0.1, VOCABULARY))
+
+    def forward(self, x: Tensor, steps: Tensor, noise: Tensor) -> Tensor:
+        kept = self.kept.gather(-1, steps).view(-1, 1)
+        lost = torch.take(1.0 - self.kept, steps).view(-1, 1)
+        return F.mse_loss(self.chain(kept.sqrt() * x + lost.sqrt() * noise), noise)
+
+
+@equal()
+def schedule_by_steps(job: Job) -> None:
+    """Each row has a step, whose number a buffer's elements are taken by (`gather`, `torch.take`), as in diffusion."""
+
+    def noisy(rows: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
+        x, noise = pairs(rows, generator)
+        return x, torch.randint(0, VOCABULARY, (rows,), generator=generator), noise
+
+    fit(job, _Denoising(), noisy)
+
+
+class _Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTMCell(WIDTH, WIDTH)
+        self.second = nn.GRUCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = cell = state = torch.zeros_like(x)
+        for _ in range(3):
+            hidden, cell = self.first(x, (hidden, cell))
+            state = self.second(hidden, state)
+        return self.head(state)  # type: ignore[no-any-return]
+
+
+@equal(settings=(Setting((3, 3, 2), 3, 2),))
+def recurrent_cells(job: Job) -> None:
+    """The model loops over steps with an `nn.LSTMCell` and an `nn.GRUCell`."""
+    _fit(job, _Cells())
+
+
 class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -27,6 +27,16 @@ impl Call<'_> {
         }
     }
 
+    /// Elements of one dimension, by numbers of the same rank: those of a table without rows may be of rows themselves.
+    pub(super) fn gathered(&self) -> Result<RowState, How> {
+        let (source, index) = (self.first()?, self.value(2).ok_or(NO_RULE)?);
+        let dim = self.dims((1, "dim"), self.rank(source))?.ok_or(NO_RULE)?[0];
+        match (self.rows_or_free(source)?, self.rows_or_free(index)?) {
+            (None, Some(rows)) if rows.dim as usize == dim => Ok(RowState::Rows(rows)),
+            _ => self.along((1, "dim"), Some(-1)),
+        }
+    }
+
     /// The one index, with its place, where that is a mask.
     fn mask(&self) -> Option<(usize, ValueId)> {
         let Some(Arg::List(items)) = self.argument((1, "indices")) else { return None };
