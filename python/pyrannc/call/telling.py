@@ -133,7 +133,7 @@ def tell_of_whole_parts(variant: Variant) -> None:
             "%s cannot be captured piece by piece: %s. %s%s, with %.0f%% of the parameters, stays in one piece: %s",
             kept.place,
             kept.cause.splitlines()[0],
-            f"The whole model{name.removeprefix('the model')}" if name.endswith("the model") else name,
+            "The whole model" if name == "the model" else name,
             others,
             100 * share_of(variant, ops),
             runs,

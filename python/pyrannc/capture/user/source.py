@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -248,9 +249,10 @@ class SourceTracker:
         while traceback is not None:
             frames.append(traceback.tb_frame)
             traceback = traceback.tb_next
-        users = [(caller, frame) for caller, frame in pairwise(frames) if belongs_to_user(frame.f_code.co_filename)]
+        # What decorates a function stands between.
+        users = [frame for frame in frames if belongs_to_user(frame.f_code.co_filename)]
         # The first is the forward itself.
-        found = [self._part(caller, frame) for caller, frame in users[1:]]
+        found = [self._part(caller, frame) for caller, frame in pairwise(users)]
         return tuple(part for part in reversed(found) if part is not None)
 
     def _part(self, caller: FrameType, frame: FrameType) -> Part | None:
@@ -259,11 +261,16 @@ class SourceTracker:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             held = getattr(type(owner), code.co_name, None)
-            known = id(owner) in self._names and getattr(held, "__code__", None) is code and code.co_name != "forward"
+            known = id(owner) in self._names and _code_of(held) is code and code.co_name != "forward"
             return Part(self._names[id(owner)], method=code.co_name) if known else None
         held = caller.f_globals.get(code.co_name)
         # What stays whole stands there while it is tried.
         held = getattr(bound_to(held), "original", held)
         module = caller.f_globals.get("__name__")
-        known = getattr(held, "__code__", None) is code and isinstance(module, str) and module in sys.modules
+        known = _code_of(held) is code and isinstance(module, str) and module in sys.modules
         return Part("", function=(str(module), code.co_name)) if known else None
+
+
+def _code_of(held: Any) -> CodeType | None:
+    """Of a function, inside of what decorates it."""
+    return getattr(inspect.unwrap(held), "__code__", None) if callable(held) else None
