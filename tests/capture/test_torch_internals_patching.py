@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -195,6 +196,26 @@ def test_RUN_BACKWARD() -> None:
         x.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types for it
     assert torch.equal(grad, 2 * x.detach())
     assert seen == [1, 1]
+
+
+def test_DERIVATIVES() -> None:
+    seen: list[str] = []
+    with ExitStack() as stack:
+        for point in patching.DERIVATIVES:
+            enter = point.original
+            noted = partial(lambda name, enter: seen.append(name) or enter(), point.name, enter)
+            stack.enter_context(point.replaced_by(noted))
+        torch.func.grad(lambda x: x.sum())(X)
+        torch.func.vjp(torch.sin, X)
+        torch.func.jacrev(torch.sin)(X)
+        assert set(seen) == {"grad_increment_nesting"}
+        seen.clear()
+        torch.func.jvp(torch.sin, (X,), (X,))
+        torch.func.jacfwd(torch.sin)(X)
+        assert set(seen) == {"jvp_increment_nesting"}
+        seen.clear()
+        torch.vmap(torch.sin)(X)
+        assert not seen
 
 
 def test_TENSOR_META() -> None:

@@ -39,7 +39,7 @@ from .torch_internals.operators import OpOverload
 from .trace.tracer import NamedTensors, Trace
 from .user.contents import contents
 from .user.source import Part
-from .whole.inner_backward import backward_called_at
+from .whole.inner_backward import backward_called_at, differentiates_inside
 
 _SCHEMA = 1
 _DTYPES = (
@@ -530,9 +530,7 @@ def _tensor_of(node: fx.Node, owner: fx.GraphModule) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.is_meta or isinstance(tensor, FakeTensor):
         called_at = backward_called_at(node)
         if called_at is not None:
-            cause = f"it differentiates inside of the forward (at {called_at}), which cannot be captured here"
-            advice = "compute this derivative with operators in the forward, or keep what takes it in one piece"
-            raise UntraceableError(f"{place_of(node)}: {cause}; {advice}", place_of(node), cause)
+            raise differentiates_inside(place_of(node), called_at)
         raise CaptureError(
             f"{place_of(node)} uses a tensor attribute that has no data; make it a buffer or a parameter"
         )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._functorch import eager_transforms
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed import distributed_c10d
 from torch.fx.experimental import proxy_tensor
@@ -85,6 +86,9 @@ PROXY_CALL = PatchPoint(proxy_tensor, "proxy_call")
 
 RUN_BACKWARD = PatchPoint(torch.autograd, "_engine_run_backward")
 """A forward that differentiates inside is told so. Public: ``torch.autograd.grad``, which is not all that does."""
+
+DERIVATIVES = tuple(PatchPoint(eager_transforms, f"{_kind}_increment_nesting") for _kind in ("grad", "jvp"))
+"""Entered by ``torch.func.grad``, ``vjp``, ``jvp``, ``hessian`` and the like. Public: none."""
 
 IS_GRAD_ENABLED = PatchPoint(torch, "is_grad_enabled")
 """A trace records gradients also for calls that do not. Public: none."""

@@ -61,7 +61,7 @@ from pyrannc.capture.user.source import Part, Place, SourceTracker
 from pyrannc.capture.whole.around import whole_call
 from pyrannc.capture.whole.control_flow import control_flow_as_ops
 from pyrannc.capture.whole.flex import flex_attention_as_op
-from pyrannc.capture.whole.inner_backward import inner_backwards_noted
+from pyrannc.capture.whole.inner_backward import inner_backwards_noted, transforms_refused
 from pyrannc.capture.whole.inner_graph import refuse_lost
 from pyrannc.capture.whole.kept_whole import Trials, WholeCall, whole_calls_installed
 from pyrannc.capture.whole.scripted import opaque_script_functions, scripted_modules
@@ -374,6 +374,7 @@ class Session:
             stack.enter_context(texts_noted(self.shape_env.note_text))
             stack.enter_context(opaque_autograd_functions(self.backwards))
             stack.enter_context(inner_backwards_noted())
+            stack.enter_context(transforms_refused(self.tracker))
             stack.enter_context(opaque_script_functions(*own))
             stack.enter_context(control_flow_as_ops(self.tracker))
             stack.enter_context(flex_attention_as_op(self.tracker))

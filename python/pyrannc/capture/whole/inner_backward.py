@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import takewhile
 from types import FrameType
 from typing import Any
 
 from torch import fx
 
-from pyrannc.capture.torch_internals.patching import RUN_BACKWARD
+from pyrannc.capture.nodes.untraceable import UntraceableError
+from pyrannc.capture.torch_internals.patching import DERIVATIVES, RUN_BACKWARD
 from pyrannc.capture.torch_internals.tracing import current_tracer
-from pyrannc.capture.user.source import belongs_to_user
+from pyrannc.capture.user.source import Place, SourceTracker, belongs_to_user
 
 _CALLED_AT = "rannc_backward_called_at"
 """In the ``meta`` of nodes that a backward in the forward has made: file and line of its call."""
@@ -38,6 +40,33 @@ def inner_backwards_noted() -> Iterator[None]:
 
     with RUN_BACKWARD.replaced_by(run_noted):
         yield
+
+
+@contextmanager
+def transforms_refused(tracker: SourceTracker) -> Iterator[None]:
+    """While active, a trace does not enter ``torch.func.grad`` and the like, which hide from it what they compute.
+
+    Raises:
+        UntraceableError: it is about to.
+    """
+
+    def enter(original: Any) -> Any:
+        if current_tracer() is not None:
+            place = tracker.here()
+            raise differentiates_inside(place, f"{place.file}:{place.line}")
+        return original()
+
+    with ExitStack() as stack:
+        for point in DERIVATIVES:
+            stack.enter_context(point.replaced_by(partial(enter, point.original)))
+        yield
+
+
+def differentiates_inside(place: Place, called_at: str) -> UntraceableError:
+    """The error of a forward that differentiates inside, in a call at this line."""
+    cause = f"it differentiates inside of the forward (at {called_at}), which cannot be captured here"
+    advice = "compute this derivative with operators in the forward, or keep what takes it in one piece"
+    return UntraceableError(f"{place}: {cause}; {advice}", place, cause)
 
 
 def backward_called_at(node: fx.Node) -> str | None:
