@@ -9,6 +9,7 @@ from . import (  # noqa: F401  # the order of the document
     calls,
     chance,
     changes,
+    derivatives,
     detection,
     left,
     loops,
