@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from tests.ranks import RankPool
 from torch import Tensor, nn
@@ -48,6 +49,28 @@ def test_call_first_after_steps() -> None:
     gradients.call_first_after_steps(optimizer, lambda *_: seen.append("first"))
     optimizer.step()
     assert seen == ["first", "script", "other"]
+
+
+def test_take_hooks() -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer, **hooks: Any) -> None:
+            vars(self).update(hooks)
+            self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step()
+
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    for hooks in ({}, {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}):
+        optimizer, seen = Around(inner, **hooks), []
+        with pytest.raises((AttributeError, TypeError)):
+            optimizer.register_step_pre_hook(lambda *_: None)
+        gradients.take_hooks(optimizer)
+        optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
+        gradients.call_first_after_steps(optimizer, lambda *_, seen=seen: seen.append("after"))
+        optimizer.step()
+        assert seen == ["before", "after"]
+    Around(inner).step()
 
 
 def test_kept_uncompiled() -> None:

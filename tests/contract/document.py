@@ -16,6 +16,7 @@ _SECTIONS = {
     "models": "Models",
     "loops": "Training loops",
     "optimizers": "Optimizers",
+    "wrapped_optimizers": "Optimizers made of others",
     "steps": "Between steps",
     "loss_scaling": "Loss scaling",
     "beside": "Beside the model",

@@ -160,6 +160,7 @@ class DeployedModel(StateOfModel):
         self._later = LaterOptimizers(
             store,
             self.optimizer,
+            len(PlanFacts.of(plan).stages),
             self._agreement.drift.watch_other,
             self._agreement.hyper_parameters.watch,
             self._agreement.hyper_parameters.forget,

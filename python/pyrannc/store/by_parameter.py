@@ -34,15 +34,30 @@ def refuse_across(optimizer: Optimizer | None, stages: int, device: torch.device
         return
     reason = why_across(optimizer, device)
     if reason is not None:
-        over = f"the {stages} Stages of the plan" if stages > 1 else "the Replicas of the plan's Stage"
-        one_stage, whole = "one Stage with RANNC_PARTITION_NUM=1", "whole parameters with RANNC_ENABLE_ZERO=off"
-        instead = one_stage if stages > 1 else whole
-        raise RaNNCError(
-            f"{type(optimizer).__name__} cannot be divided over {over}, where each rank "
-            f"updates its own parameters: {reason}. Force {instead}, or use another "
-            "optimizer; if it does treat each parameter by itself, say so by `optimizer.by_parameter = True` before "
-            "the first call of the model"
-        )
+        inner = next(iter(inner_optimizers(optimizer)), None)
+        instead = "use another optimizer" if inner is None else f'give RaNNCModule the one in its attribute "{inner}"'
+        raise _across(optimizer, stages, reason, instead)
+
+
+def refuse_later_across(optimizer: Optimizer, stages: int, device: torch.device) -> None:
+    """The same of an optimizer that RaNNCModule was not given, which Replicas do not divide.
+
+    One that steps with another, whose groups it has, is tried with that.
+    """
+    if stages > 1:
+        reason = why_across(optimizer, device, inner_too=_groups_are_shared(optimizer))
+        if reason is not None:
+            raise _across(optimizer, stages, reason, "use another optimizer")
+
+
+def _across(optimizer: Optimizer, stages: int, reason: str, instead: str) -> RaNNCError:
+    over = f"the {stages} Stages of the plan" if stages > 1 else "the Replicas of the plan's Stage"
+    one_stage, whole = "one Stage with RANNC_PARTITION_NUM=1", "whole parameters with RANNC_ENABLE_ZERO=off"
+    return RaNNCError(
+        f"{type(optimizer).__name__} cannot be divided over {over}, where each rank "
+        f"updates its own parameters: {reason}. Force {one_stage if stages > 1 else whole}, or {instead}; if it does "
+        "treat each parameter by itself, say so by `optimizer.by_parameter = True` where it is made"
+    )
 
 
 def refuse_sparse(optimizer: Optimizer | None, params: Set[int]) -> None:
@@ -61,11 +76,52 @@ def refuse_sparse(optimizer: Optimizer | None, params: Set[int]) -> None:
         )
 
 
-def why_across(optimizer: Optimizer, device: torch.device) -> str | None:
+def inner_optimizers(optimizer: Optimizer) -> dict[str, list[Optimizer]]:
+    """What an optimizer steps with, as Lookahead does, by attribute."""
+    found = {}
+    for name, value in vars(optimizer).items():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        inner = [item for item in items if isinstance(item, Optimizer)]
+        if inner:
+            found[name] = inner
+    return found
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer, behind those that it steps with."""
+    found = [optimizer]
+    for each in found:
+        inner = [item for items in inner_optimizers(each).values() for item in items]
+        found += [item for item in inner if all(item is not known for known in found)]
+    return found[::-1]
+
+
+def leaves_all_to_inner(optimizer: Optimizer) -> bool:
+    """True where other optimizers, in groups of their own, have all parameters that an optimizer lists."""
+    *inner, _ = with_inner(optimizer)
+    listed = {param for each in inner for param in _listed_ids(each)}
+    return not _groups_are_shared(optimizer) and bool(inner) and _listed_ids(optimizer) <= listed
+
+
+def _listed_ids(optimizer: Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+def _groups_are_shared(optimizer: Optimizer) -> bool:
+    """True where an optimizer steps with one other, in an attribute, that has the same groups."""
+    inner = [each for found in inner_optimizers(optimizer).values() for each in found]
+    is_attribute = len(inner) == 1 and any(value is inner[0] for value in vars(optimizer).values())
+    return is_attribute and list(map(id, inner[0].param_groups)) == list(map(id, optimizer.param_groups))
+
+
+def why_across(optimizer: Optimizer, device: torch.device, *, inner_too: bool = False) -> str | None:
     """Why an optimizer cannot be divided, or None.
 
     An attribute ``by_parameter`` of the optimizer or its class decides, if there is one. Otherwise an optimizer of
     its class and settings is tried on small made-up parameters.
+
+    Args:
+        inner_too: what it steps with is tried with it.
     """
     stated = getattr(optimizer, "by_parameter", None)
     if stated is not None:
@@ -75,8 +131,8 @@ def why_across(optimizer: Optimizer, device: torch.device) -> str | None:
     kept = _keeps_params_in(optimizer)
     if kept is not None:
         return f'it keeps parameters in its attribute "{kept}" besides param_groups'
-    inner = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
-    if inner is not None:
+    inner = next(iter(inner_optimizers(optimizer)), None)
+    if inner is not None and not inner_too:
         return f'it works with another optimizer, in its attribute "{inner}"'
     if any(isinstance(value, Generator) or is_generator(value) for value in vars(optimizer).values()):
         return _DRAWS
@@ -152,7 +208,11 @@ def _trial(
     optimizer: Optimizer, device: torch.device, generator: Generator, with_state: bool
 ) -> tuple[Optimizer, list[Tensor]]:
     """An optimizer of the same class and settings with two made-up parameters in each group, and the first of these."""
-    trial = tried(optimizer)
+    shared = inner_optimizers(optimizer) if _groups_are_shared(optimizer) else {}
+    trial = tried(optimizer, besides=set(shared))
+    for name, (inner,) in shared.items():
+        setattr(trial, name, tried(inner))
+        getattr(trial, name).param_groups = trial.param_groups
     firsts: list[Tensor] = []
     for group, own in zip(optimizer.param_groups, trial.param_groups, strict=True):
         params: list[Tensor] = group["params"]
@@ -166,11 +226,16 @@ def _trial(
     return trial, firsts
 
 
-def tried(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same class and settings without parameters and state, whose steps have an effect."""
+def tried(optimizer: Optimizer, besides: Set[str] = frozenset()) -> Optimizer:
+    """An optimizer of the same class and settings without parameters and state, whose steps have an effect.
+
+    Args:
+        besides: attributes that it does not get.
+    """
     trial: Optimizer = object.__new__(type(optimizer))
     # What a scheduler or RaNNC has put in the place of methods belongs to the given one.
-    own = {name: value for name, value in vars(optimizer).items() if name != "state" and not callable(value)}
+    left_out = {"state", *besides}
+    own = {name: value for name, value in vars(optimizer).items() if name not in left_out and not callable(value)}
     hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.endswith("_hooks")}
     vars(trial).update(copy.deepcopy({**own, **hooks, "param_groups": []}))
     trial.state = defaultdict(dict)

@@ -15,7 +15,7 @@ from pyrannc.capture.torch_internals.gradients import graph_task, kept_uncompile
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
-from pyrannc.store.by_parameter import refuse_sparse
+from pyrannc.store.by_parameter import leaves_all_to_inner, refuse_later_across, refuse_sparse, with_inner
 from pyrannc.store.course import Course, course_of
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.own_listed import hide_last
@@ -23,6 +23,8 @@ from pyrannc.store.store import ParamStore
 from pyrannc.store.unscale import refuse_unsummed, watch_pending
 
 _watching: weakref.WeakSet[LaterOptimizers] = weakref.WeakSet()
+_looking = False
+"""What steps meanwhile is being tried."""
 _FEW = 8
 """So many optimizers are kept in mind whether they are still there or not."""
 
@@ -48,6 +50,7 @@ class LaterOptimizers:
     Args:
         store: of the deployed model.
         known: the optimizer that is narrowed already.
+        stages: of the Plan.
         see_other: is given those that have no parameters of a wrapped model.
         watch: is given those that are narrowed, on all ranks.
         forget: is given the courses of those that no rank has any more, on all ranks.
@@ -58,6 +61,7 @@ class LaterOptimizers:
         self,
         store: ParamStore,
         known: Optimizer | None,
+        stages: int,
         see_other: Callable[[Optimizer], None],
         watch: Callable[[Optimizer], None],
         forget: Callable[[Course], None],
@@ -65,10 +69,12 @@ class LaterOptimizers:
     ) -> None:
         self._store = store
         self._params = set(map(id, store.params.values()))
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet([known] if known is not None else [])
+        self._known = known if known is None else weakref.ref(known)
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # An optimizer that the script has dropped may still be there on other ranks.
         self._narrowed: list[_Narrowed] = []
         self._many = _FEW
+        self._stages = stages
         self._see_other = see_other
         self._watch = watch
         self._forget = forget
@@ -81,12 +87,22 @@ class LaterOptimizers:
         """Narrows an optimizer that is about to step, if it has parameters of the model."""
         if self._is_pending() and process.get_world_size() > 1 and self._has_some_of(optimizer):
             refuse_unsummed("optimizer.step()")
-        if optimizer in self._seen:
+        if optimizer not in self._seen:
+            # What it lists is hidden from those that share it, while it steps with them.
+            for each in with_inner(optimizer):
+                if each not in self._seen:
+                    self._look_at_new(each)
+
+    def _look_at_new(self, optimizer: Optimizer) -> None:
+        if self._known is not None and optimizer is self._known():
+            self._seen.add(optimizer)
             return
-        lists_own = self._has_some_of(optimizer)
+        lists_own = self._has_some_of(optimizer) and not leaves_all_to_inner(optimizer)
         if lists_own:
             refuse_sparse(optimizer, self._params)
             self._refuse_inside_backward(optimizer)
+            if self._lists_of_some_ranks(optimizer):
+                refuse_later_across(optimizer, self._stages, process.own_device())
         self._seen.add(optimizer)
         if lists_own:
             found = UserOptimizer.of(optimizer)
@@ -136,14 +152,18 @@ class LaterOptimizers:
         """Raises where only some ranks come to a step: a hook runs where its parameter is."""
         if graph_task() < 0:
             return
+        for name in self._lists_of_some_ranks(optimizer):
+            raise RaNNCError(
+                f'optimizer.step() was called inside of a backward, as by a hook, for parameter "{name}", which '
+                "is not on all ranks, so not all of them may come to it: call it after loss.backward(), or give "
+                "every rank all parameters with a plan of one Stage (RANNC_PARTITION_NUM=1)"
+            )
+
+    def _lists_of_some_ranks(self, optimizer: Optimizer) -> list[str]:
+        """Parameters that an optimizer lists, by name, which are not on all ranks."""
         listed = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for name, param in self._store.used.items():
-            if id(param) in listed and len(self._store.holders[name]) < process.get_world_size():
-                raise RaNNCError(
-                    f'optimizer.step() was called inside of a backward, as by a hook, for parameter "{name}", which '
-                    "is not on all ranks, so not all of them may come to it: call it after loss.backward(), or give "
-                    "every rank all parameters with a plan of one Stage (RANNC_PARTITION_NUM=1)"
-                )
+        ranks, holders = process.get_world_size(), self._store.holders
+        return [name for name, param in self._store.used.items() if id(param) in listed and len(holders[name]) < ranks]
 
     def note_clear(self) -> None:
         """The model's gradients are cleared, and with them all of those that have no others."""
@@ -171,6 +191,13 @@ def _watch_steps() -> None:
 
 @kept_uncompiled
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for watching in list(_watching):
-        watching.look_at(optimizer)
+    global _looking
+    if _looking:
+        return
+    _looking = True
+    try:
+        for watching in list(_watching):
+            watching.look_at(optimizer)
+    finally:
+        _looking = False
     hide_last(optimizer)

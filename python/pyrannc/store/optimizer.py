@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pyrannc.capture.torch_internals.gradients import take_hooks
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
@@ -115,6 +116,7 @@ class UserOptimizer:
         optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]  # likewise
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]  # all ranks call it
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]  # it costs nothing for other ranks' parameters
+        take_hooks(optimizer)
         # A model may be deployed within a step, whose closure calls it first.
         step_with_own(optimizer, self._divided)
 

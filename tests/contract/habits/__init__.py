@@ -24,6 +24,7 @@ from . import (  # noqa: F401  # the order of the document
     state,
     steps,
     whole,
+    wrapped_optimizers,
     wrappers,
 )
 

@@ -510,6 +510,20 @@ def optimizer_by_global_norm_in_one_stage(job: Job) -> None:
     _by_global_norm(job)
 
 
+@refused(
+    "RaNNCError",
+    "depends on the gradients of others",
+    "RANNC_PARTITION_NUM=1",
+    settings=SEVERAL_STAGES,
+    instead="force one Stage: `RANNC_PARTITION_NUM=1`",
+)
+def optimizer_by_global_norm_not_given(job: Job) -> None:
+    """The same optimizer over several Stages, and `RaNNCModule` was not given it."""
+    net = chain_with_loss()
+    model = job.wrap(net)
+    learn(job, model, ByGlobalNorm(net.parameters(), lr=0.1))
+
+
 def _lbfgs(job: Job) -> None:
     net = chain_with_loss()
     optimizer = LBFGS(net.parameters(), lr=0.1, max_iter=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
 from types import FrameType
@@ -36,6 +37,23 @@ def call_first_after_steps(optimizer: Optimizer, hook: Callable[[Optimizer, Any,
     handle = optimizer.register_step_post_hook(hook)
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)
+
+
+_HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def take_hooks(optimizer: Optimizer) -> None:
+    """Lets an optimizer whose ``__init__`` calls no ``super().__init__()`` take hooks on its steps and run them, as one
+    that is unpickled does. Public: none."""
+    own, cls = vars(optimizer), type(optimizer)
+    for name in _HOOKS_OF_STEPS:
+        if type(own.get(name)) is dict:
+            # Handles of hooks have weak references to it.
+            own[name] = OrderedDict(own[name])
+        if not hasattr(cls, name) and not getattr(cls.step, "hooked", False):
+            # Steps of others of its class look for hooks as well from now on.
+            setattr(cls, name, OrderedDict())
+    Optimizer.__setstate__(optimizer, {})
 
 
 def kept_uncompiled(hook: _Hook) -> _Hook:
