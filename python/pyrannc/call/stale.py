@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pyrannc.call.variant import Variant
 from pyrannc.capture.reads.assumptions import Attribute
@@ -49,6 +49,14 @@ class StaleAttributes:
             for holder, held in unset:
                 holder.fill(held)
 
+    def keep_computed(self) -> None:
+        """What was computed from parameters, which have changed since, is not put back."""
+        self._before = {
+            key: (module, before)
+            for key, (module, before) in self._before.items()
+            if not (isinstance(before, Tensor) and before.requires_grad)
+        }
+
     def clear(self) -> None:
         """Puts back what was there."""
         self._lift()
@@ -73,5 +81,6 @@ class StaleAttributes:
 def _absent(attribute: Attribute) -> Absent:
     return Absent(
         f"the {attribute} is set by the forward ({attribute.where}), which runs when the model is captured and "
-        "never again, so it has no value; return it from the forward instead"
+        "never again, so it has no value; return it from the forward instead, or call the wrapped model itself after "
+        "undeploy()"
     )

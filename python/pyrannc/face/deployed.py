@@ -217,6 +217,7 @@ class DeployedModel(StateOfModel):
             self._user_optimizer.widen(store)
         if self._later is not None:
             self._later.widen()
+        self._stale.keep_computed()
         self._forget_deployment()
 
     def _forget_deployment(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -202,6 +202,33 @@ def activation_replaced(job: Job) -> None:
 
     net = Net()
     learn_around(job, Returns(net, F.mse_loss), lambda model: setattr(net, "act", nn.Sigmoid()))
+
+
+def _pruned_further(job: Job, between: Callable[[Returns], Any]) -> None:
+    net = regression()
+    layer = prune.l1_unstructured(net.net.layers[0], "weight", 0.2)
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model = job.wrap(net, optimizer)
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
+    if isinstance(model, pyrannc.RaNNCModule):
+        model.undeploy()
+    between(net)
+    prune.l1_unstructured(layer, "weight", 0.3)
+    learn(job, model, optimizer, step=2)
+    job.state(model)
+
+
+@refused("RaNNCError", "call the wrapped model itself after undeploy", instead="call the wrapped model itself before")
+def pruned_further(job: Job) -> None:
+    """After `undeploy()`, a layer is pruned by the weights that the last forward has left in an attribute."""
+    _pruned_further(job, lambda net: None)
+
+
+@equal()
+def pruned_further_after_a_forward(job: Job) -> None:
+    """The same after a call of the wrapped model itself."""
+    _pruned_further(job, lambda net: net(*job.batch(pairs)))
 
 
 @refused("InputError", "undeploy", instead="`undeploy()` before it is replaced")
