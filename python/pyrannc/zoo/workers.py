@@ -34,7 +34,8 @@ class Workers:
         self._rows = rows
         self._stages = stages
         self._as_they_are = as_they_are
-        self._devices = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        # Kernels that round to TF32 differ by more than is allowed.
+        self._devices = {"NVIDIA_TF32_OVERRIDE": "0"} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", *LIBRARIES, "pyrannc.module"])
         self._ranks: list[tuple[Any, Connection]] = []
@@ -115,7 +116,6 @@ def _serve(
     from .trial import cases, run
 
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     known = {}
