@@ -14,7 +14,9 @@ from torch.fx.node import map_aggregate, map_arg
 
 from pyrannc.blocks.compiled import SpanCode
 from pyrannc.blocks.form import Meta
+from pyrannc.blocks.graphs import NotCompilable
 from pyrannc.blocks.joint import results_of
+from pyrannc.capture.nodes.bounds import Bounds
 from pyrannc.capture.nodes.chance import torch_draws
 from pyrannc.capture.nodes.operands import arguments
 from pyrannc.capture.nodes.ops import draws_random_numbers
@@ -41,10 +43,11 @@ def difference(code: SpanCode, device: torch.device) -> str | None:
         What differs by more than rounding, None if nothing does.
 
     Raises:
+        NotCompilable: the function cannot be run on such data.
         Exception: one of them cannot be run.
     """
     with torch_draws(0, device), torch.enable_grad():
-        takes = [_made_up(meta, device) for meta in code.form.takes]
+        takes = _taken(code, device)
         seeds = [_made_up(code.ends.made[place], device) for place in code.ends.wanted]
         ours = _on_host(_outcome(code, takes, seeds, compiled=True))
         plain = _on_host(_plain_outcome(code, takes, seeds))
@@ -55,13 +58,42 @@ def difference(code: SpanCode, device: torch.device) -> str | None:
     return _first_difference(_names(code), ours, plain, exact)
 
 
-def _made_up(meta: Meta, device: torch.device) -> Tensor:
-    """Numbers of about one; positive where they may be variances, and zeros and ones where they may be places."""
+def _taken(code: SpanCode, device: torch.device) -> list[Tensor]:
+    """What a Span takes, made up: such as its operators have an answer for, where some end the process of a GPU."""
+    for in_first, as_shares in ((False, False), (True, False), (True, True)):
+        takes = [_made_up(meta, device, in_first=in_first, as_shares=as_shares) for meta in code.form.takes]
+        if _has_answer(code, takes):
+            return takes
+    raise NotCompilable("it cannot be run on made-up data")
+
+
+def _has_answer(code: SpanCode, takes: Sequence[Tensor]) -> bool:
+    changed = set(code.ends.changed)
+    own = [tensor.clone() if place in changed else tensor for place, tensor in enumerate(takes)]
+    _place(code)
+    try:
+        with Bounds(), code.randomness.borrowed(), torch.no_grad():  # type: ignore[no-untyped-call]  # torch has no types for it
+            code.plain(code.form.rows, *_numbers(code), *own)
+    except (IndexError, ValueError):
+        return False
+    return True
+
+
+def _made_up(meta: Meta, device: torch.device, *, in_first: bool = False, as_shares: bool = False) -> Tensor:
+    """Numbers of about one; positive where they may be variances, and zeros and ones where they may be places.
+
+    Args:
+        in_first: all places are the first.
+        as_shares: numbers lie between zero and one.
+    """
     made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
     shown = made.as_strided([1 if not step else size for size, step in zip(meta.shape, meta.stride, strict=True)],
                             meta.stride)  # fmt: skip
-    if meta.dtype == torch.bool or not (meta.dtype.is_floating_point or meta.dtype.is_complex):
-        shown.copy_(torch.rand(shown.shape, device=device) < 0.5)
+    if not (meta.dtype.is_floating_point or meta.dtype.is_complex):
+        most = 0.0 if in_first and meta.dtype != torch.bool else 0.5
+        shown.copy_(torch.rand(shown.shape, device=device) < most)
+    elif as_shares:
+        shown.copy_(torch.rand(shown.shape, device=device) * 0.8 + 0.1)
     elif len(meta.shape) <= 1:
         shown.copy_(torch.rand(shown.shape, device=device) + 0.5)
     else:
