@@ -16,7 +16,7 @@ from pyrannc.capture.nodes.leaf import GradientHook
 from pyrannc.capture.torch_internals.levels import regions_ended
 from pyrannc.capture.torch_internals.tensors import pytree
 
-from .trial import Operand, rows_shown
+from .trial import Operand, ends_a_gpu, rows_shown
 
 _DECADES = (-2.0, 2.0)
 """Sizes of the gradients that are tried, for what begins at one of them."""
@@ -51,8 +51,9 @@ def may_add_up(call: Callable[..., Any], operands: Sequence[Any], device: torch.
         try:
             with torch_draws(0, place), torch.enable_grad(), regions_ended():
                 return _adds_up(call, [_made_up(operand, place) for operand in operands])
-        except Exception:  # whatever the user's code raises: it cannot be tried there
-            continue
+        except Exception as error:  # whatever the user's code raises: it cannot be tried there
+            if ends_a_gpu(error):
+                return None
     return None
 
 
