@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pyrannc.capture.nodes.bounds import Bounds
 
@@ -27,6 +28,7 @@ FROM_END: dict[str, Callable[[Tensor, int], object]] = {
     "index": lambda x, n: x[:, torch.tensor([0, n])],
     "index behind a mask": lambda x, n: x[None][torch.tensor([True]), torch.tensor([n])],
     "index_put": lambda x, n: x.index_put((torch.tensor([n]),), torch.ones(4)),
+    "index_fill": lambda x, n: x.index_fill(0, torch.tensor([n]), 0.0),
     "take": lambda x, n: x.take(torch.tensor([4 * n + 3])),
 }
 
@@ -54,9 +56,15 @@ def test_numbers_are_held_against_what_they_number(name: str) -> None:
 
 GIVEN: dict[str, tuple[Callable[[Tensor], object], Sequence[float], Sequence[float]]] = {
     "bernoulli": (torch.bernoulli, (0.0, 0.5, 1.0), (-0.5, 1.5, math.nan)),
+    "bernoulli of a shape": (lambda p: torch.bernoulli(p, 0.5), (-3.0, 3.0), ()),
+    "bernoulli of another's shape": (
+        lambda p: torch.ops.aten.bernoulli.Tensor(torch.full((4, 4), -3.0), p),
+        (0.0, 1.0),
+        (1.5,),
+    ),
     "bernoulli_": (lambda p: torch.rand(4, 4).bernoulli_(p), (0.0, 1.0), (-0.5, 1.5)),
     "binary_cross_entropy": (lambda p: F.binary_cross_entropy(p, torch.ones(4, 4)), (0.0, 1.0), (-0.5, 1.5)),
-    "binomial": (lambda p: torch.binomial(torch.ones(4, 4), p), (0.0, 1.0), (1.5,)),
+    "poisson": (torch.poisson, (0.0, 5.0), (-1.0,)),
     "multinomial": (lambda p: p.multinomial(1), (0.5, 3.0), (-1.0, 0.0, math.inf)),
     "_assert_async": (lambda p: torch._assert_async(p.amax()), (1.0, 2.0), (0.0,)),
 }
@@ -71,6 +79,26 @@ def test_what_an_operator_has_no_answer_for(name: str) -> None:
     for number in wrong:
         with Bounds(), pytest.raises(ValueError, match="is given what it has no answer for"):  # type: ignore[no-untyped-call]
             call(torch.full((4, 4), number))
+
+
+def test_a_source_that_is_too_short() -> None:
+    mask = torch.tensor([True, True, False, False])
+    with Bounds():  # type: ignore[no-untyped-call]
+        torch.zeros(2, 4).masked_scatter(mask, torch.ones(4))
+        torch.zeros(4).masked_scatter(mask & False, torch.ones(0))
+        with pytest.raises(IndexError, match="is given the number 3, where there are 3"):
+            torch.zeros(2, 4).masked_scatter(mask, torch.ones(3))
+
+
+def test_tensors_without_data_are_not_looked_at() -> None:
+    def looked_up(x: Tensor, places: Tensor) -> Tensor:
+        return F.embedding(places, x).gather(1, places[:, None]) + torch.bernoulli(x[:2, :1])
+
+    places = torch.tensor([0, 9])
+    with Bounds():  # type: ignore[no-untyped-call]
+        assert looked_up(torch.rand(4, 4, device="meta"), places.to("meta")).shape == (2, 1)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert looked_up(torch.rand(4, 4), torch.zeros(2, dtype=torch.long)).shape == (2, 1)
 
 
 def test_what_has_no_numbers_runs() -> None:

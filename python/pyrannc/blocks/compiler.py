@@ -172,10 +172,11 @@ class Compiler:
         assert randomness is not None, "the code is not for training"
         if task.span.part.hash_of_all in self._eager_spans:
             return BY_PLAN
-        if self.unable or isinstance(task.seen, str):
-            return self.unable or str(task.seen)
-        if function.obstacle:
-            return function.obstacle
+        obstacle = self.unable or function.obstacle
+        if obstacle:
+            return obstacle
+        if isinstance(task.seen, str):
+            return task.seen
         try:
             with _kept_in(self._folder):
                 with memory_budget(self.memory_budget_percent):

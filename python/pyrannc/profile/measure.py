@@ -113,7 +113,7 @@ class BlockMeter:
         return [self._as_compiled(point, fitting[-1], compiled) if point.fits else point for point in points]
 
     def _try(self, code: BlockCode, rows: int) -> None:
-        """Raises IndexError where made-up data number what is not there: the host says so by itself, a GPU ends."""
+        """Raises IndexError or ValueError for made-up data that a GPU ends at; the host raises them by itself."""
         if self._meter.on_gpu:
             with within_bounds():
                 code.forward(rows, code.feeds(rows))

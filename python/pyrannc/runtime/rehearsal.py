@@ -15,6 +15,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from pyrannc.capture.nodes.bounds import within_bounds
 from pyrannc.core.program import Action, AllGather, Exchange, Message, RankProgram, ReduceScatter
 from pyrannc.errors import first_line
 from pyrannc.job.exchange import Work
@@ -56,7 +57,10 @@ def rehearse_once(context: StageContext, program: RankProgram, inputs: OfBatch, 
     batch.finish()
     exchanges.end()
     try:
-        _rehearse(alone, program, batch, weights)
+        with within_bounds():
+            _rehearse(alone, program, batch, weights)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a model raises for zeros; the step itself has no such
         _log.debug("the rehearsal of a step has ended early: %s", first_line(error))
     context.rehearsed.add(id(program))

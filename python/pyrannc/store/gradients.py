@@ -132,6 +132,7 @@ class Gradients:
         self._works.clear()
         self._scattering.clear()
         self._due.clear()
+        self._open.clear()
         self._started.clear()
         return current
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from pyrannc.capture.torch_internals.fakes import FakeTensor
 from pyrannc.capture.torch_internals.operators import OpOverload, schema
 from pyrannc.capture.torch_internals.tensors import TorchDispatchMode
 
@@ -38,13 +39,18 @@ class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         if isinstance(func, OpOverload):
             names = (argument.name for argument in schema(func).arguments)
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            name = func.__name__.partition(".")[0]
-            for numbered in _numbered(name, given):
+            for numbered in _numbered(func.__name__.partition(".")[0], given):
                 numbered.check(func)
-            argument, holds = _DOMAINS.get(name, ("", Tensor.bool))
-            if isinstance(given.get(argument), Tensor) and not holds(given[argument]).all():
+            domain = _DOMAINS.get(func.__name__)
+            if domain is not None and _has_data(given.get(domain[0])) and not domain[1](given[domain[0]]).all():
                 raise ValueError(f"{func} is given what it has no answer for")
         return func(*args, **(kwargs or {}))
+
+
+def _has_data(item: Any) -> TypeGuard[Tensor]:
+    if not isinstance(item, Tensor) or isinstance(item, FakeTensor):
+        return False
+    return not item.is_meta and not item.is_nested and item.layout == torch.strided
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class _Numbered:
 
     def check(self, func: Any) -> None:
         """Raises IndexError where one lies outside."""
+        if not _has_data(self.numbers):
+            return
         numbers = self.numbers if self.ignored is None else self.numbers[self.numbers != self.ignored]
         if numbers.numel() == 0:
             return
@@ -83,7 +91,10 @@ def _numbered(name: str, given: Mapping[str, Any]) -> Iterator[_Numbered]:
     elif name in ("index", "index_put", "index_put_") and own is not None:
         yield from _by_dimension(own, given["indices"])
     elif name.startswith(("gather", "scatter", "index_")) and own is not None and own.dim() and "index" in given:
-        yield _Numbered(given["index"], own.shape[given["dim"]])
+        yield _Numbered(given["index"], own.shape[given["dim"]], from_end=name.startswith("index_fill"))
+    elif name in ("masked_scatter", "masked_scatter_") and _has_data(own) and _has_data(given["mask"]):
+        taken = given["mask"].expand_as(own).sum()
+        yield _Numbered(taken[taken > 0] - 1, given["source"].numel())
 
 
 def _by_dimension(own: Tensor, indices: Sequence[Tensor | None]) -> Iterator[_Numbered]:
@@ -99,16 +110,22 @@ def _are_probabilities(numbers: Tensor) -> Tensor:
     return (numbers >= 0) & (numbers <= 1)
 
 
+def _are_rates(numbers: Tensor) -> Tensor:
+    return numbers >= 0
+
+
 def _are_weights(numbers: Tensor) -> Tensor:
     return (numbers >= 0) & numbers.isfinite() & (numbers.sum(-1, keepdim=True) > 0)
 
 
 _DOMAINS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "bernoulli": ("self", _are_probabilities),
-    "bernoulli_": ("p", _are_probabilities),
-    "binary_cross_entropy": ("self", _are_probabilities),
-    "binomial": ("prob", _are_probabilities),
-    "multinomial": ("self", _are_weights),
-    "_assert_async": ("self", Tensor.bool),
+    "bernoulli.default": ("self", _are_probabilities),
+    "bernoulli.Tensor": ("p", _are_probabilities),
+    "bernoulli_.Tensor": ("p", _are_probabilities),
+    "binary_cross_entropy.default": ("self", _are_probabilities),
+    "multinomial.default": ("self", _are_weights),
+    "poisson.default": ("self", _are_rates),
+    "_assert_async.default": ("self", Tensor.bool),
+    "_assert_async.msg": ("self", Tensor.bool),
 }
 """By operator, an argument, and where in it an operator can go on."""

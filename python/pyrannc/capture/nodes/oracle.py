@@ -50,7 +50,7 @@ class NoDataError(LookupError):
 def real_execution() -> Iterator[None]:
     """Real, unrecorded, gradient-free execution inside a trace; random state is left as it was.
 
-    This rank's rows alone may lack what they number.
+    Numbers of rows may count those of all ranks, where this rank has its own: IndexError says so, as on the host.
     """
     with (
         unset_fake_temporarily(),
