@@ -1,7 +1,7 @@
 """Derivatives that the model takes itself, and what it does to gradients: hooks, backwards of its own.
 
-Where trials show that it may get the gradients of each part of the batch by themselves, it does. Otherwise the smallest
-part of the model that holds it runs as it is.
+What may be done to the gradients of each part of the batch is: trials show it. Otherwise the smallest part of the model
+that holds it runs as it is.
 """
 
 from __future__ import annotations
