@@ -28,7 +28,6 @@ _SECTIONS = {
     "questions": "Questions about data",
     "whole": "What no graph holds",
     "detection": "Lists of images and targets",
-    "derivatives": "Derivatives and gradients in the model",
     "rows": "Rows and arguments",
     "packed": "Packed rows",
     "calls": "Who calls",

@@ -15,7 +15,7 @@ from pyrannc.errors import CaptureError
 
 from .nodes.dims import AffineReader, Dim
 from .nodes.facts import FACTS, TensorFacts
-from .nodes.leaf import Apart, CustomFunction, GradientHook, OpaqueCall
+from .nodes.leaf import Apart, GradientHook, OpaqueCall
 from .nodes.operands import mutated_arguments
 from .nodes.ops import (
     aliased_arguments,
@@ -31,7 +31,6 @@ from .nodes.untraceable import UntraceableError
 from .passes.clean import CleanGraph, grad_enabled, place_of
 from .reads.assumptions import Assumption, PartOfBatchError
 from .rows.fixed import FixedTensors
-from .rows.gradient_trial import may_add_up, rows_shown_through
 from .rows.groups import GroupTrials, RowGroup, row_groups
 from .rows.sizes import known_sizes
 from .rows.trial import INTEGERS, as_drawn, rows_shown
@@ -292,7 +291,6 @@ class _Lowering:
         return ops
 
     def _op(self, node: fx.Node, op: int, region: int | None) -> dict[str, Any]:
-        self._refuse_whole_gradients(node)
         place = place_of(node)
         record: dict[str, Any] = {
             "target": _target(node),
@@ -321,26 +319,6 @@ class _Lowering:
         if place.file is not None:
             record["source"] = {"file": place.file, "line": place.line}
         return record
-
-    def _refuse_whole_gradients(self, node: fx.Node) -> None:
-        """Tries whether a hook, or a backward of what has no rows, may get its gradients in parts.
-
-        Raises:
-            UntraceableError: it may not.
-        """
-        call = node.target
-        if not isinstance(call, (GradientHook, CustomFunction)):
-            return
-        operands, device = self._operands(node), _device_of(node)
-        with self.trace.attributes_restored():
-            if isinstance(call, GradientHook):
-                may = self._covers(rows_shown_through(call, operands[0], device, self.all_rows))
-            else:
-                may = _has_rows(operands) or may_add_up(call, operands, device) is not False
-        if not may:
-            what = call.title.removeprefix("pyrannc.opaque.")
-            cause = f"{what} may need the gradients of all rows at once, or what the forward computes"
-            raise UntraceableError(f"{place_of(node)}: {cause}", place_of(node), cause)
 
     def _is_row_wise(self, node: fx.Node) -> bool:
         call = _call_of_the_user(node)
@@ -510,11 +488,6 @@ def _device_of(node: fx.Node) -> torch.device:
     """Where what a node is given will be."""
     made = (operand.meta.get("val") for operand in node.all_input_nodes)
     return next((value.device for value in made if isinstance(value, Tensor)), torch.device("cpu"))
-
-
-def _has_rows(operands: Sequence[Any]) -> bool:
-    extents = (operand[1] for operand in operands if isinstance(operand, tuple) and not isinstance(operand, Dim))
-    return any(dim is None or dim.per_row for dims in extents for dim in dims)
 
 
 def is_tried(node: fx.Node) -> bool:

@@ -9,7 +9,6 @@ from . import (  # noqa: F401  # the order of the document
     calls,
     chance,
     changes,
-    derivatives,
     detection,
     left,
     loops,

@@ -83,27 +83,8 @@ class Apart(OpaqueCall):
         self.draws = False
 
 
-class CustomFunction(OpaqueCall):
-    """A call of a custom ``autograd.Function``, whose own backward is what runs."""
-
-
 class GradientHook(OpaqueCall):
     """``Tensor.register_hook``: no result, but the gradient of its operand passes through the hook."""
-
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        title = f"hook.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
-        super().__init__("grad_hook", self._registered, title)
-        self._hook = hook
-
-    def passed(self, tensor: Tensor) -> Tensor:
-        """A tensor whose gradient passes through the hook."""
-        own = tensor.view_as(tensor)
-        self._registered(own)
-        return own
-
-    def _registered(self, tensor: Tensor) -> None:
-        if tensor.requires_grad:
-            REGISTER_HOOK.original(tensor, self._hook)
 
 
 @contextmanager
@@ -138,7 +119,7 @@ def opaque_autograd_functions(backwards: UntracedBackwards) -> Iterator[None]:
             result = plain(*args, **kwargs)
         backwards.note_call(args, result)
         name = f"autograd_function_{cls.__name__}"
-        target = CustomFunction(name, call, f"{cls.__module__}.{cls.__qualname__}")
+        target = OpaqueCall(name, call, f"{cls.__module__}.{cls.__qualname__}")
         return insert_node(tracer, target, tuple(proxies.values()), {}, result)
 
     def bypassed(cls: type[Function], args: Sequence[Any]) -> None:
@@ -198,8 +179,13 @@ def captured_tensor_hooks(backwards: UntracedBackwards) -> Iterator[None]:
         if proxy is None:
             return original(self, hook)
 
+        def call(tensor: Tensor) -> None:
+            if tensor.requires_grad:
+                original(tensor, hook)
+
         backwards.note_hook(hook, self)
-        tracer.create_proxy("call_function", GradientHook(hook), (proxy,), {})
+        title = f"hook.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
+        tracer.create_proxy("call_function", GradientHook("grad_hook", call, title), (proxy,), {})
         return _NoHandle()
 
     with REGISTER_HOOK.replaced_by(register_hook):
