@@ -19,6 +19,9 @@ from pyrannc.store.shown_state import kept_state
 _EXTENT = 3
 _OTHER_SCALES = (1.0, 1e3, 1e-3, 50.0)
 """What the other parameters' gradients are multiplied by, step by step: no rate that is the same throughout."""
+_NOT_BY_PARAMETER = "by_parameter is False"
+_CLOSURE = "its step() needs a closure, with which it evaluates the loss for all parameters together"
+_SHOWN = "a try on small made-up parameters has shown that the update of one depends on the gradients of others"
 _DRAWS = "its step() draws random numbers, and each rank would draw them for its own parameters alone"
 
 
@@ -42,12 +45,15 @@ def refuse_across(optimizer: Optimizer | None, stages: int, device: torch.device
 def refuse_later_across(optimizer: Optimizer, stages: int, device: torch.device) -> None:
     """The same of an optimizer that RaNNCModule was not given, which Replicas do not divide.
 
-    One that steps with another, whose groups it has, is tried with that.
+    One that cannot be tried steps as it is.
     """
-    if stages > 1:
-        reason = why_across(optimizer, device, inner_too=_groups_are_shared(optimizer))
-        if reason is not None:
-            raise _across(optimizer, stages, reason, "use another optimizer")
+    stated = getattr(optimizer, "by_parameter", None)
+    if stages == 1 or stated:
+        return
+    reason = _NOT_BY_PARAMETER if stated is not None else _CLOSURE if _needs_closure(optimizer) else None
+    reason = reason or _tried_across(optimizer, device)[0]
+    if reason is not None:
+        raise _across(optimizer, stages, reason, "use another optimizer")
 
 
 def _across(optimizer: Optimizer, stages: int, reason: str, instead: str) -> RaNNCError:
@@ -97,14 +103,10 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def leaves_all_to_inner(optimizer: Optimizer) -> bool:
-    """True where other optimizers, in groups of their own, have all parameters that an optimizer lists."""
+    """True where an optimizer has no groups but those of several that it steps with, as if they were one."""
     *inner, _ = with_inner(optimizer)
-    listed = {param for each in inner for param in _listed_ids(each)}
-    return not _groups_are_shared(optimizer) and bool(inner) and _listed_ids(optimizer) <= listed
-
-
-def _listed_ids(optimizer: Optimizer) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+    groups = {id(group) for each in inner for group in each.param_groups}
+    return not _groups_are_shared(optimizer) and all(id(group) in groups for group in optimizer.param_groups)
 
 
 def _groups_are_shared(optimizer: Optimizer) -> bool:
@@ -114,28 +116,34 @@ def _groups_are_shared(optimizer: Optimizer) -> bool:
     return is_attribute and list(map(id, inner[0].param_groups)) == list(map(id, optimizer.param_groups))
 
 
-def why_across(optimizer: Optimizer, device: torch.device, *, inner_too: bool = False) -> str | None:
+def why_across(optimizer: Optimizer, device: torch.device) -> str | None:
     """Why an optimizer cannot be divided, or None.
 
     An attribute ``by_parameter`` of the optimizer or its class decides, if there is one. Otherwise an optimizer of
     its class and settings is tried on small made-up parameters.
-
-    Args:
-        inner_too: what it steps with is tried with it.
     """
     stated = getattr(optimizer, "by_parameter", None)
     if stated is not None:
-        return None if stated else "by_parameter is False"
+        return None if stated else _NOT_BY_PARAMETER
     if _needs_closure(optimizer):
-        return "its step() needs a closure, with which it evaluates the loss for all parameters together"
+        return _CLOSURE
     kept = _keeps_params_in(optimizer)
     if kept is not None:
         return f'it keeps parameters in its attribute "{kept}" besides param_groups'
     inner = next(iter(inner_optimizers(optimizer)), None)
-    if inner is not None and not inner_too:
+    if inner is not None:
         return f'it works with another optimizer, in its attribute "{inner}"'
     if any(isinstance(value, Generator) or is_generator(value) for value in vars(optimizer).values()):
         return _DRAWS
+    shown, failure = _tried_across(optimizer, device)
+    return shown or failure or None
+
+
+def _tried_across(optimizer: Optimizer, device: torch.device) -> tuple[str | None, str]:
+    """What a try shows against dividing an optimizer, and why there could be none.
+
+    One that steps with another, whose groups it has, is tried with that.
+    """
     failure = ""
     # Some make the state of their parameters at once, and need it.
     for with_state in (False, True):
@@ -146,11 +154,9 @@ def why_across(optimizer: Optimizer, device: torch.device, *, inner_too: bool = 
             failure = failure or f"a try on small made-up parameters failed ({type(error).__name__}: {error})"
             continue
         if not _same(alone, redrawn):
-            return _DRAWS
-        if _same(alone, beside):
-            return None
-        return "a try on small made-up parameters has shown that the update of one depends on the gradients of others"
-    return failure
+            return _DRAWS, ""
+        return None if _same(alone, beside) else _SHOWN, ""
+    return None, failure
 
 
 def _same(some: list[Tensor], others: list[Tensor]) -> bool:

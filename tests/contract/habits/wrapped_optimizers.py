@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import SGD, Optimizer
 
 from tests.contract.habit import equal, refused
@@ -119,6 +120,36 @@ def lookahead_without_hooks(job: Job) -> None:
 def lookahead_without_hooks_said_to_be_by_parameter(job: Job) -> None:
     """The same, and the script says that it treats each parameter by itself (`by_parameter = True`)."""
     _looks_ahead(job, _by_parameter, Bare)
+
+
+class SlowWeights(Optimizer):
+    """Lookahead with groups of its own, and names of the parameters."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net.parameters(), {})
+        self.names = {param: name for name, param in net.named_parameters()}
+        self.inner, self.steps = SGD(net.parameters(), lr=0.1, momentum=0.9), 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.steps += 1
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                slow = self.state[param].setdefault("slow", param.clone())
+                if self.steps % 2 == 0:
+                    param.copy_(slow.lerp_(param, 0.5))
+
+
+@equal(settings=(*SEVERAL_STAGES, REPLICAS))
+def lookahead_with_groups_of_its_own(job: Job) -> None:
+    """Lookahead lists what its inner optimizer does in groups of its own, and `RaNNCModule` is given no optimizer."""
+    net = chain_with_loss()
+    optimizer = SlowWeights(net)
+    model = job.wrap(net)
+    for step in range(4):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
 
 
 class Sharpness(Optimizer):

@@ -159,7 +159,7 @@ def _rows_shown_by(
                 return _holds(call, operands, place, many, least, laws[:1])
             return _holds(call, operands, place, many, least, laws)
         except Exception as error:  # whatever the user's code raises: it cannot be tried there
-            if ends_a_gpu(error):
+            if _ends_a_gpu(error):
                 return None
     return None
 
@@ -170,7 +170,7 @@ def _has_integers(operands: Sequence[Any]) -> bool:
     return any(not stays and tensor.dtype in INTEGERS for tensor, _, stays in tensors)
 
 
-def ends_a_gpu(error: Exception) -> bool:
+def _ends_a_gpu(error: Exception) -> bool:
     """True for what the host finds in contents, and a GPU too, but there it ends the process."""
     text = str(error)
     return isinstance(error, IndexError) or any(said in text for said in _SAID_OF_CONTENTS)
