@@ -19,9 +19,6 @@ from pyrannc.store.shown_state import kept_state
 _EXTENT = 3
 _OTHER_SCALES = (1.0, 1e3, 1e-3, 50.0)
 """What the other parameters' gradients are multiplied by, step by step: no rate that is the same throughout."""
-_NOT_BY_PARAMETER = "by_parameter is False"
-_CLOSURE = "its step() needs a closure, with which it evaluates the loss for all parameters together"
-_SHOWN = "a try on small made-up parameters has shown that the update of one depends on the gradients of others"
 _DRAWS = "its step() draws random numbers, and each rank would draw them for its own parameters alone"
 
 
@@ -47,11 +44,7 @@ def refuse_later_across(optimizer: Optimizer, stages: int, device: torch.device)
 
     One that cannot be tried steps as it is.
     """
-    stated = getattr(optimizer, "by_parameter", None)
-    if stages == 1 or stated:
-        return
-    reason = _NOT_BY_PARAMETER if stated is not None else _CLOSURE if _needs_closure(optimizer) else None
-    reason = reason or _tried_across(optimizer, device)[0]
+    reason = why_across(optimizer, device, shown_alone=True) if stages > 1 else None
     if reason is not None:
         raise _across(optimizer, stages, reason, "use another optimizer")
 
@@ -116,17 +109,29 @@ def _groups_are_shared(optimizer: Optimizer) -> bool:
     return is_attribute and list(map(id, inner[0].param_groups)) == list(map(id, optimizer.param_groups))
 
 
-def why_across(optimizer: Optimizer, device: torch.device) -> str | None:
+def why_across(optimizer: Optimizer, device: torch.device, *, shown_alone: bool = False) -> str | None:
     """Why an optimizer cannot be divided, or None.
 
     An attribute ``by_parameter`` of the optimizer or its class decides, if there is one. Otherwise an optimizer of
     its class and settings is tried on small made-up parameters.
+
+    Args:
+        shown_alone: what it has besides its groups, and that it cannot be tried, do not count.
     """
     stated = getattr(optimizer, "by_parameter", None)
     if stated is not None:
-        return None if stated else _NOT_BY_PARAMETER
+        return None if stated else "by_parameter is False"
     if _needs_closure(optimizer):
-        return _CLOSURE
+        return "its step() needs a closure, with which it evaluates the loss for all parameters together"
+    besides = None if shown_alone else _has_besides(optimizer)
+    if besides is not None:
+        return besides
+    shown, failure = _tried_across(optimizer, device)
+    return shown if shown_alone else shown or failure or None
+
+
+def _has_besides(optimizer: Optimizer) -> str | None:
+    """What an optimizer has besides its groups that stands against dividing it."""
     kept = _keeps_params_in(optimizer)
     if kept is not None:
         return f'it keeps parameters in its attribute "{kept}" besides param_groups'
@@ -135,8 +140,7 @@ def why_across(optimizer: Optimizer, device: torch.device) -> str | None:
         return f'it works with another optimizer, in its attribute "{inner}"'
     if any(isinstance(value, Generator) or is_generator(value) for value in vars(optimizer).values()):
         return _DRAWS
-    shown, failure = _tried_across(optimizer, device)
-    return shown or failure or None
+    return None
 
 
 def _tried_across(optimizer: Optimizer, device: torch.device) -> tuple[str | None, str]:
@@ -155,7 +159,10 @@ def _tried_across(optimizer: Optimizer, device: torch.device) -> tuple[str | Non
             continue
         if not _same(alone, redrawn):
             return _DRAWS, ""
-        return None if _same(alone, beside) else _SHOWN, ""
+        if _same(alone, beside):
+            return None, ""
+        shown = "a try on small made-up parameters has shown that the update of one depends on the gradients of others"
+        return shown, ""
     return None, failure
 
 
