@@ -81,6 +81,24 @@ def test_pytree() -> None:
     assert tensors.pytree.is_namedtuple_instance(patching.MODULE_TO)
 
 
+def test_BesideCompiler() -> None:
+    compilations = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    class Watch(tensors.BesideCompiler):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    compiled = torch.compile(lambda x: x.exp() + 1, backend=backend)
+    with Watch():  # type: ignore[no-untyped-call]
+        compiled(torch.ones(2))
+    compiled(torch.ones(2))
+    assert len(compilations) == 1
+
+
 def test_TorchDispatchMode() -> None:
     seen = []
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pyrannc.capture.torch_internals.fakes import FakeTensor, TraceMode
-from pyrannc.capture.torch_internals.tensors import TorchDispatchMode, pytree
+from pyrannc.capture.torch_internals.tensors import BesideCompiler, pytree
 from pyrannc.capture.user.source import Place, raised_at
 from pyrannc.errors import CaptureError
 
@@ -19,15 +19,8 @@ class LeftBehindError(Exception):
     """An operator is given a tensor that has no contents."""
 
 
-class RefusesLeftBehind(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+class RefusesLeftBehind(BesideCompiler):  # type: ignore[no-untyped-call]  # torch has no types for it
     """While active, operators take no tensors of a capture."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """The compiler of torch works while this is active; it would give up what it meets for the whole process."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _DESCRIBE and any(map(_is_of_capture, pytree.tree_leaves((args, kwargs)))):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyrannc.capture.torch_internals.fakes import FakeTensor
 from pyrannc.capture.torch_internals.operators import OpOverload, schema
-from pyrannc.capture.torch_internals.tensors import TorchDispatchMode
+from pyrannc.capture.torch_internals.tensors import BesideCompiler
 
 
 @contextmanager
@@ -25,15 +25,8 @@ def within_bounds() -> Iterator[None]:
         yield
 
 
-class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+class Bounds(BesideCompiler):  # type: ignore[no-untyped-call]  # torch has no types for it
     """While active, an operator raises IndexError or ValueError instead, as on the host."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """The compiler of torch works while this is active; it would give up what it meets for the whole process."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, OpOverload):

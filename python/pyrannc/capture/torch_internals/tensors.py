@@ -48,6 +48,19 @@ pytree = _pytree
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Sees the storages that operators make, to measure memory on the host. Public: documented, under a private name."""
 
+
+class BesideCompiler(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Another such mode, under which torch's compiler works: it would give up what it meets for the whole process.
+    Public: none."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by the compiler."""
+        return True
+
+
 StorageWeakRef = reductions.StorageWeakRef
 """Tells whether a storage still lives, without keeping it. Public: none."""
 
