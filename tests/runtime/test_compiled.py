@@ -388,48 +388,6 @@ def test_spans_that_draw_are_compiled_under_memory_budgets(folder: str, budget: 
 
 
 @pytest.mark.timeout(300)
-class OneWord(nn.Module):
-    """Looks up in a table with one row, as for types of tokens where there is one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(1, WIDTH)
-
-    def forward(self, places: Tensor) -> Tensor:
-        return self.words(places).tanh()
-
-
-class Shares(nn.Module):
-    """Takes numbers between zero and one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) + functional.binary_cross_entropy(x, torch.ones_like(x), reduction="none")
-
-
-class Table(nn.Module):
-    """No row that is made up is one of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(4, WIDTH)
-
-    def forward(self, places: Tensor) -> Tensor:
-        return self.words(places - 7).tanh()
-
-
-def test_made_up_data_are_such_as_operators_have_an_answer_for(folder: str) -> None:
-    places = torch.zeros(ROWS, TOKENS, dtype=torch.long)
-    for model, x in ((OneWord(), places), (Shares(), torch.rand(ROWS, WIDTH))):
-        _, refusals = compiled(model, x, folder)
-        assert set(refusals) == {None}
-    _, refusals = compiled(Table(), places + 8, folder)
-    assert "it cannot be run on made-up data" in refusals
-
-
 def test_what_differs_is_not_used(folder: str) -> None:
     stage, refusals = compiled(Drawing(1), torch.randn(ROWS, WIDTH), folder)
     code = stage.code

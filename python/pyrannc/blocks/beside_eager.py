@@ -47,10 +47,8 @@ def difference(code: SpanCode, device: torch.device) -> str | None:
         Exception: one of them cannot be run.
     """
     with torch_draws(0, device), torch.enable_grad():
-        takes = _taken(code, device)
-        seeds = [_made_up(code.ends.made[place], device) for place in code.ends.wanted]
+        takes, seeds, plain = _tried(code, device)
         ours = _on_host(_outcome(code, takes, seeds, compiled=True))
-        plain = _on_host(_plain_outcome(code, takes, seeds))
         exact = _exact(code, takes, seeds)
         if exact is None:
             with all_digits():
@@ -58,25 +56,18 @@ def difference(code: SpanCode, device: torch.device) -> str | None:
     return _first_difference(_names(code), ours, plain, exact)
 
 
-def _taken(code: SpanCode, device: torch.device) -> list[Tensor]:
-    """What a Span takes, made up: such as its operators have an answer for, where some end the process of a GPU."""
+def _tried(code: SpanCode, device: torch.device) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Made-up data that the function has an answer for, where some end the process of a GPU.
+
+    Returns:
+        What it takes, the gradients that it starts from, and on the host what it makes of both.
+    """
     for in_first, as_shares in ((False, False), (True, False), (True, True)):
         takes = [_made_up(meta, device, in_first=in_first, as_shares=as_shares) for meta in code.form.takes]
-        if _has_answer(code, takes):
-            return takes
+        seeds = [_made_up(code.ends.made[place], device) for place in code.ends.wanted]
+        with suppress(IndexError, ValueError), Bounds():  # type: ignore[no-untyped-call]  # torch has no types for it
+            return takes, seeds, _on_host(_plain_outcome(code, takes, seeds))
     raise NotCompilable("it cannot be run on made-up data")
-
-
-def _has_answer(code: SpanCode, takes: Sequence[Tensor]) -> bool:
-    changed = set(code.ends.changed)
-    own = [tensor.clone() if place in changed else tensor for place, tensor in enumerate(takes)]
-    _place(code)
-    try:
-        with Bounds(), code.randomness.borrowed(), torch.no_grad():  # type: ignore[no-untyped-call]  # torch has no types for it
-            code.plain(code.form.rows, *_numbers(code), *own)
-    except (IndexError, ValueError):
-        return False
-    return True
 
 
 def _made_up(meta: Meta, device: torch.device, *, in_first: bool = False, as_shares: bool = False) -> Tensor:
