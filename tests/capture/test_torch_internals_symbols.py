@@ -89,6 +89,12 @@ def test_ShapeQuestions() -> None:
         assert not env.is_fixed(symbol)
         branch = x * 2 if (x > 0).all() else x * 3
         assert env.asked == 1
+        watched = env.watched
+        with env.suppress_guards():
+            assert rows == 3
+            assert list(range(rows)) == [0, 1, 2]
+        assert not env.is_fixed(symbol)
+        assert env.watched == watched
         assert rows == 3
         assert env.is_fixed(symbol)
         assert symbols.expression(rows) == 3

@@ -31,6 +31,7 @@ _SECTIONS = {
     "rows": "Rows and arguments",
     "packed": "Packed rows",
     "calls": "Who calls",
+    "gradients": "Gradients in the forward",
     "chance": "Random numbers",
     "wrappers": "Wrappers, scripts, settings",
     "state": "Parameters and state",

@@ -14,6 +14,7 @@ from pyrannc._native import Buckets, Graph, Partition, Plan, Program
 from pyrannc.blocks.randomness import draw_key
 from pyrannc.call.alike import capture_alike, first_difference
 from pyrannc.call.data_guards import DataGuards
+from pyrannc.call.gradients_in_parts import refuse_gradients_in_parts
 from pyrannc.call.guards import ModuleGuards
 from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.single_row import first_normalising, refuse_single_rows
@@ -35,7 +36,7 @@ from pyrannc.capture.trace.attributes import assign
 from pyrannc.capture.trace.sequences import ADVICE
 from pyrannc.capture.user.row_lists import has_row_lists
 from pyrannc.core.graph import GraphFacts, ParamFacts
-from pyrannc.core.partition import Parts
+from pyrannc.core.partition import Parts, StagePart
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.core.reach import reach
 from pyrannc.core.tail import DividedFacts, Join, TailPart
@@ -100,6 +101,7 @@ class Variant:
         tracing: Tracing = trace,
     ) -> None:
         self._options = options
+        self._row_mixing = row_mixing
         self._rows = batch.total
         self.has_own_trace = tracing is trace
         found = _divided_capture(sample, batch, row_mixing, options, tracing)
@@ -356,9 +358,14 @@ class Variant:
             program = Program.build(plan, self.partition, buckets, list(rows), gather_inputs, call)
             view = RankProgram.from_json(program.rank_view(process.get_rank()))
             part = self.parts.stages[view.stage]
-            agree.together(lambda: refuse_single_rows(self.captured, self.facts, part, view))
+            agree.together(lambda: self._refuse(part, view))
             self._programs[key] = view
         return self._programs[key]
+
+    def _refuse(self, part: StagePart, program: RankProgram) -> None:
+        refuse_single_rows(self.captured, self.facts, part, program)
+        if self._row_mixing == "batch":
+            refuse_gradients_in_parts(self.captured, part, program)
 
 
 def _divided_capture(

@@ -31,6 +31,7 @@ from .nodes.untraceable import UntraceableError
 from .passes.clean import CleanGraph, grad_enabled, place_of
 from .reads.assumptions import Assumption, PartOfBatchError
 from .rows.fixed import FixedTensors
+from .rows.gradient_hooks import takes_parts
 from .rows.groups import GroupTrials, RowGroup, row_groups
 from .rows.sizes import known_sizes
 from .rows.trial import INTEGERS, as_drawn, rows_shown
@@ -144,6 +145,7 @@ class _Lowering:
         params = self._named(self.trace.params, cleaned.params, "param")
         buffers = self._named(self.trace.buffers, cleaned.buffers, "buffer")
         inputs = [self._add(node, None, {"input": place}) for place, node in enumerate(cleaned.inputs)]
+        assert reader.symbol is None or any(map(self._has_rows, inputs)), "no question has fixed the rows"
         tensors = [_tensor_of(node, cleaned.gm) for node in cleaned.constants]
         constants = [
             {"name": node.name, "value": self._add_constant(node, index, tensor), "data": _base64(tensor)}
@@ -172,6 +174,9 @@ class _Lowering:
         grouped = tuple(group.path for group in self.groups)
         found = self.assumptions, self.shown_rows, self.covered_rows
         return Lowered(graph, self.keys, tensors, self.row_wise, grouped, *found)
+
+    def _has_rows(self, value: int) -> bool:
+        return any(extent["per_row"] for extent in self.values[value]["shape"])
 
     def _named(self, named: NamedTensors, nodes: Sequence[fx.Node], kind: str) -> list[dict[str, Any]]:
         records = []
@@ -310,6 +315,8 @@ class _Lowering:
             record["random"] = True
         if isinstance(node.target, OpaqueCall) and not node.target.is_known:
             record["opaque"] = True
+        if isinstance(node.target, GradientHook):
+            self._try_hook(node, node.target)
         if isinstance(node.target, Apart) or (not mutates and self._is_row_wise(node)):
             record["row_wise"] = True
         if region is not None:
@@ -319,6 +326,11 @@ class _Lowering:
         if place.file is not None:
             record["source"] = {"file": place.file, "line": place.line}
         return record
+
+    def _try_hook(self, node: fx.Node, call: GradientHook) -> None:
+        gradient, extents, _ = self._operands(node)[0]
+        with self.trace.attributes_restored():
+            call.takes_parts = takes_parts(call.hook, gradient, extents, _device_of(node))
 
     def _is_row_wise(self, node: fx.Node) -> bool:
         call = _call_of_the_user(node)

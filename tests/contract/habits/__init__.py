@@ -10,6 +10,7 @@ from . import (  # noqa: F401  # the order of the document
     chance,
     changes,
     detection,
+    gradients,
     left,
     loops,
     loss_scaling,

@@ -22,6 +22,7 @@ from pyrannc.capture.torch_internals.tracing import (
     functions_as_operators,
     proxy_of,
 )
+from pyrannc.capture.user.closed_over import closed_over
 from pyrannc.errors import CaptureError
 
 from .autocast import Autocast
@@ -84,7 +85,20 @@ class Apart(OpaqueCall):
 
 
 class GradientHook(OpaqueCall):
-    """``Tensor.register_hook``: no result, but the gradient of its operand passes through the hook."""
+    """``Tensor.register_hook``: no result, but the gradient of its operand passes through the hook.
+
+    Attributes:
+        takes_parts: parts of the batch may pass through it one after another.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__("grad_hook", self._register, f"hook.{getattr(hook, '__qualname__', type(hook).__qualname__)}")
+        self.hook = hook
+        self.takes_parts = True
+
+    def _register(self, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            REGISTER_HOOK.original(tensor, self.hook)
 
 
 @contextmanager
@@ -177,15 +191,12 @@ def captured_tensor_hooks(backwards: UntracedBackwards) -> Iterator[None]:
         tracer = current_tracer()
         proxy = proxy_of(self, tracer) if tracer is not None else None
         if proxy is None:
-            return original(self, hook)
-
-        def call(tensor: Tensor) -> None:
-            if tensor.requires_grad:
-                original(tensor, hook)
-
+            # What runs beside a trace records no gradients.
+            return original(self, hook) if self.requires_grad or torch.is_grad_enabled() else _NoHandle()
+        if any(isinstance(item, Tensor) and proxy_of(item, tracer) is not None for item in closed_over(hook)):
+            raise NotImplementedError("a hook of gradients uses a tensor of the forward, which other calls have anew")
         backwards.note_hook(hook, self)
-        title = f"hook.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
-        tracer.create_proxy("call_function", GradientHook("grad_hook", call, title), (proxy,), {})
+        tracer.create_proxy("call_function", GradientHook(hook), (proxy,), {})
         return _NoHandle()
 
     with REGISTER_HOOK.replaced_by(register_hook):

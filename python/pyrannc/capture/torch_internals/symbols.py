@@ -52,7 +52,7 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
         return None
 
     def answered(self, expr: sympy.Basic, answer: sympy.Basic) -> None:
-        """Sees every guard right after its answer."""
+        """Sees every guard right after its answer, but for those under ``suppress_guards``, which leave nothing."""
 
     def granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
         """Sees an extent that data tell, and what an operator takes it for: something that no data tell."""
@@ -91,7 +91,8 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
             if answer is None:
                 raise
             self.pending_fresh_unbacked_symbols.clear()
-        self.answered(sym_node.expr, answer)
+        if not self._suppress_guards_tls():
+            self.answered(sym_node.expr, answer)
         return answer
 
     def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch's own keeps its answers
