@@ -140,6 +140,23 @@ def noise_of_plans(job: Job) -> None:
     job.rows("noisy", model(x, x))
 
 
+class _Signed(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * (2 * torch.randint_like(y, 2) - 1)
+
+
+@alike(settings=SPREAD, note="they are not those that the plain model draws")
+def signs_of_activations(job: Job) -> None:
+    """The model changes signs at random of what it computes (`torch.randint_like(y, 2)`), and is trained."""
+    net = Returns(_Signed(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
 @equal()
 def seeds_of_data(job: Job) -> None:
     """Ranks have different seeds, as for augmenting their data."""

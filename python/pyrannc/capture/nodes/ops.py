@@ -35,6 +35,8 @@ _MAY_RETURN_VIEW = {
     "aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::movedim", "aten::swapaxes",
     "aten::einsum", "aten::broadcast_to", "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d",
 }  # fmt: skip
+# Draws of a tensor's form: their operator, unlike the function that the model calls, refuses to be differentiated.
+_OF_FORM = ("aten::randint_like",)
 _DROPOUT_PROBABILITY = ("p", "dropout_p", "dropout")
 _TRAINING_FLAGS = ("train", "training")
 
@@ -52,6 +54,11 @@ def target_name(target: Any) -> str:
 def is_assertion(node: fx.Node) -> bool:
     """True for a check that the tracer added and no run needs."""
     return isinstance(node.target, OpOverload) and schema(node.target).name in _ASSERTIONS
+
+
+def takes_form_alone(node: fx.Node) -> bool:
+    """True for what takes nothing but the form of its operand, so that no gradient passes to it."""
+    return isinstance(node.target, OpOverload) and schema(node.target).name in _OF_FORM
 
 
 def has_effect(node: fx.Node) -> bool:

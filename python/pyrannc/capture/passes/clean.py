@@ -13,7 +13,7 @@ from torch import fx
 from pyrannc.capture.nodes.autocast import OF_ONE_OP, join_casts
 from pyrannc.capture.nodes.dims import Dim
 from pyrannc.capture.nodes.facts import FACTS, GRAD_ENABLED, PLACE
-from pyrannc.capture.nodes.ops import has_effect, is_assertion, is_tuple_access
+from pyrannc.capture.nodes.ops import has_effect, is_assertion, is_tuple_access, takes_form_alone
 from pyrannc.capture.nodes.untraceable import UntraceableError
 from pyrannc.capture.torch_internals.operators import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
 from pyrannc.capture.torch_internals.symbols import SYMBOLIC, expression
@@ -56,8 +56,8 @@ def place_of(node: fx.Node) -> Place:
 
 
 def grad_enabled(node: fx.Node) -> bool:
-    """True when gradients were on where the model made the node."""
-    return bool(node.meta.get(GRAD_ENABLED, True))
+    """True when gradients were on where the model made the node, and may pass through it."""
+    return bool(node.meta.get(GRAD_ENABLED, True)) and not takes_form_alone(node)
 
 
 def clean(trace: Trace, *, apart: bool = False) -> CleanGraph:
