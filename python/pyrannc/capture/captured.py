@@ -22,7 +22,7 @@ from .nodes.dims import Dim
 from .nodes.operands import mutated_arguments
 from .nodes.ops import aliased_arguments
 from .nodes.row_conditions import RowCondition, first_other, other_rows
-from .nodes.untraceable import KeptWhole, WholeModules
+from .nodes.untraceable import KeptWhole, UntraceableError, WholeModules
 from .options import NO_OPTIONS, CaptureOptions
 from .passes.clean import CleanGraph, clean, place_of
 from .passes.data_dependent import ReturnedExtentsError
@@ -32,7 +32,7 @@ from .reads.counting import CALLS, after_calls, is_out_of_range
 from .reads.handed_back import Given, Put, hand_back
 from .rows.counts import trace_for_batch
 from .told import ToldRowWise
-from .trace.attributes import Carried, assigned, carries_number, refuse_changed_tensors
+from .trace.attributes import Carried, assigned, carries_number, not_kept, refuse_changed_tensors
 from .trace.dense import refuse_state_not_dense
 from .trace.limits import Limit
 from .trace.outputs import only_asked
@@ -405,7 +405,7 @@ def _as_later_calls(first: _Attempt, once: Callable[[], _Attempt]) -> _Attempt:
     if new_tree is None and not found.carried and not found.beside:
         return first
     with nullcontext() if new_tree is None else new_tree.adopted(found.left):
-        with assigned(found.carried), found_beside(found.beside):
+        with assigned(found.carried), found_beside(found.beside), _telling_what_is_not_kept(found):
             second = once()
         same = compute_the_same(first[2].graph, second[2].graph)
         if found.carried:
@@ -421,6 +421,17 @@ def _as_later_calls(first: _Attempt, once: Callable[[], _Attempt]) -> _Attempt:
         second[0].python_state = replace(second[0].python_state, unset=found.python_state.unset)
     # What this one has read is what later calls will read: the sub-modules that are there now.
     return first if new_tree is None else second
+
+
+@contextmanager
+def _telling_what_is_not_kept(first: Trace) -> Iterator[None]:
+    """What the model raises inside may come of what the first call has set and captured calls do not."""
+    try:
+        yield
+    except UntraceableError as error:
+        if error.raised:
+            error.args = (f"{error}{not_kept(first.carried, first.python_state.written)}",)
+        raise
 
 
 def _refuse_late_changes(left: Sequence[Beside], second: _Attempt, once: Callable[[], _Attempt]) -> None:

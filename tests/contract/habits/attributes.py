@@ -155,7 +155,10 @@ def most_steps_so_far(job: Job) -> None:
             self.longest = max(self.longest, x.shape[1])
             return super().forward(x).mean(1) / self.longest
 
-    net = Net()
+    _learn_lengths(job, Net())
+
+
+def _learn_lengths(job: Job, net: nn.Module) -> None:
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(Returns(net, F.mse_loss), optimizer)
     for length, (x, target) in zip((3, 5, 2), job.batches(pairs), strict=True):
@@ -165,6 +168,38 @@ def most_steps_so_far(job: Job) -> None:
         job.same("loss", loss)
         optimizer.step()
     job.state(model)
+
+
+class _Positions(Chain):
+    """Weighs steps by a table, which is made anew for a sequence that is longer than all before."""
+
+    longest = 0
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            self.table = torch.arange(1, self.longest + 1, dtype=x.dtype)
+        assert self.table is not None
+        return super().forward(x * self.table[: x.shape[1], None]).mean(1)
+
+
+@refused(
+    "CaptureError",
+    r'it finds the attribute "longest" of sub-module \'net\' as the first one leaves it, but not "table"',
+    instead="make it in `__init__`",
+)
+def table_of_longest_sequence(job: Job) -> None:
+    """The forward keeps a table, and for how many steps it is, and makes it anew for more of them."""
+    _learn_lengths(job, _Positions())
+
+
+@equal()
+def table_of_longest_sequence_made_before(job: Job) -> None:
+    """The same, and the script calls the model with the longest sequence before it is wrapped."""
+    net = _Positions()
+    net(torch.ones(1, 5, WIDTH))
+    _learn_lengths(job, net)
 
 
 @equal()

@@ -457,6 +457,20 @@ def carries_number(attribute: Attribute) -> CaptureError:
     )
 
 
+def not_kept(carried: Sequence[Carried], written: Sequence[Attribute]) -> str:
+    """For an error of a second call: which attributes it finds as the first one leaves them, and which it does not."""
+    for attribute, _ in carried:
+        unset = [f'"{other.name}"' for other in written if other.module is attribute.module]
+        if unset:
+            return (
+                f". A second call comes there: it finds the {attribute} as the first one leaves it, but not "
+                f"{', '.join(unset)}, which captured calls do not set. Make in __init__ what calls keep for later "
+                "ones, such as tables for the longest sequence, or call the model once on the longest batch before "
+                "RaNNCModule(model, ...) is made"
+            )
+    return ""
+
+
 @contextmanager
 def assigned(values: Sequence[Carried]) -> Iterator[None]:
     """Attributes with other values while active."""
