@@ -13,6 +13,7 @@ from pyrannc.capture import Assumption, Question
 from pyrannc.errors import InputError
 
 _OF_BATCH = "make every batch give that answer, or compute both ways and choose with torch.where"
+_OF_NUMBER = "mask what lies beyond such a number, or cut tensors there before the call, at one length on all ranks"
 _OF_BUFFER = (
     "compute with the buffer as a tensor, not as a Python number (of BatchNorm: give it a momentum), or choose with "
     "torch.where; a few answers of yes and no are followed where every rank has the buffer, as with one Stage"
@@ -43,7 +44,7 @@ class Answers:
             raise InputError(
                 f"{assumption.where} asks {asked} for {assumption.expr}, and {it} gives another answer "
                 f"than {assumption.value}, with which the model was captured; "
-                f"{assumption.advice or (_OF_BUFFER if names else _OF_BATCH)}"
+                f"{assumption.advice or (_OF_BUFFER if names else _OF_BATCH if assumption.decides else _OF_NUMBER)}"
             )
 
     def others(self) -> Iterator[tuple[Assumption, Question]]:

@@ -100,6 +100,48 @@ def asked_sum_changes(job: Job) -> None:
         job.gradients(model)
 
 
+class _Counted(Chain):
+    """Takes a mean over the steps that rows have."""
+
+    def forward(self, x: Tensor, target: Tensor, lengths: Tensor) -> Tensor:
+        counted = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        y = super().forward(x) * counted[..., None]
+        return F.mse_loss(y.sum(1) / lengths[:, None], target)
+
+
+class _Trimmed(_Counted):
+    def forward(self, x: Tensor, target: Tensor, lengths: Tensor) -> Tensor:
+        return super().forward(x[:, : int(lengths.max())], target, lengths)
+
+
+def _of_lengths(rows: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
+    x, target = torch.randn(rows, 5, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+    return x, target, torch.randint(1, 4, (rows,), generator=generator) + generator.initial_seed()
+
+
+@refused(
+    "InputError",
+    "another answer than 3",
+    "mask what lies beyond",
+    settings=(*ONCE, EMPTY),
+    instead="mask the rest, or cut before the call",
+)
+def steps_of_longest_row(job: Job) -> None:
+    """The forward cuts what it is given at the longest row of the batch: `x[:, :lengths.max()]`."""
+    fit(job, _Trimmed(), _of_lengths)
+
+
+@equal(settings=_ROWS)
+def steps_of_longest_row_cut_before(job: Job) -> None:
+    """The same, and the script cuts it there before the call, at one length on all ranks."""
+
+    def data(rows: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
+        x, target, lengths = _of_lengths(rows, generator)
+        return x[:, : int(lengths.max())], target, lengths
+
+    fit(job, _Counted(), data)
+
+
 @refused("InputError", "num_batches_tracked", "another answer", settings=TOGETHER, instead="give it a momentum")
 def batch_norm_with_cumulative_average(job: Job) -> None:
     """BatchNorm with `momentum=None`, which divides by the number of its calls, in training."""
