@@ -286,6 +286,31 @@ def test_outputs_that_transformers_collects_by_hooks_are_captured_each_time() ->
         assert len(outputs.get("attentions") or ()) == 2 * len(leaves)
 
 
+class _Earlier(nn.Module):
+    """What a model of transformers gives before its last layer, by way of its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+        self.inner = LlamaModel(LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="eager"))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.inner(tokens, output_hidden_states=True, use_cache=False).hidden_states[-2]
+        return found
+
+
+def test_what_stays_whole_may_read_what_transformers_collects_in_it() -> None:
+    model = nn.Sequential(_Earlier(), nn.Linear(8, 8)).double()
+    tokens = torch.randint(9, (3, 4))
+    expected = copy.deepcopy(model)(tokens)
+    state = dict([*model.named_parameters(), *model.named_buffers()])
+    # An earlier call has put the hooks there.
+    model(tokens)
+    found = capture(model, (tokens,), {}, device=torch.device("cpu"), rows=3, options=CaptureOptions(("0",)))
+    made = found.gm(*(state[name] for name in (*found.params, *found.buffers)), *found.input_tensors((tokens,), {}))
+    torch.testing.assert_close(found.hand_back(made, ((tokens,), {})), expected)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_hooks_of_torch_are_captured() -> None:
     def change(module: Any) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from pyrannc.capture.reads.assumptions import Assumes, Assumption, HeldBuffer, PartOfBatchError
+from pyrannc.capture.reads.hooks import nothing_collected
 from pyrannc.capture.torch_internals.fakes import FakeTensor, known_data, unset_fake_temporarily
 from pyrannc.capture.torch_internals.operators import OpOverload, schema
 from pyrannc.capture.torch_internals.symbols import SYMBOLIC, ShapeQuestions, asking, expression, hint, is_a_branch
@@ -60,6 +61,7 @@ def real_execution() -> Iterator[None]:
         torch.no_grad(),
         torch_draws(),
         within_bounds(),
+        nothing_collected(),
     ):
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from pyrannc.capture.torch_internals.modules import has_backward_hooks, hooks_of_all_calls, hooks_of_calls
-from pyrannc.capture.torch_internals.tracing import current_tracer
 from pyrannc.capture.user.holdings import Holdings, TooMuchError
 from pyrannc.capture.user.source import SourceTracker
 from pyrannc.errors import CaptureError
@@ -57,6 +57,22 @@ def refuse_new_hooks(model: nn.Module, strangers: Sequence[nn.Module]) -> None:
 
 
 @contextmanager
+def nothing_collected() -> Iterator[None]:
+    """What runs here and is not captured hands nothing to the call that is; it may have calls that collect in it."""
+    collector: Any = getattr(sys.modules.get(_COLLECTORS), "_active_collector", None)
+    if not hasattr(collector, "context_var"):
+        yield
+        return
+    before, token = (collector.compiling, collector.global_var), collector.context_var.set(None)
+    collector.compiling = False
+    try:
+        yield
+    finally:
+        collector.context_var.reset(token)
+        collector.compiling, collector.global_var = before
+
+
+@contextmanager
 def watched_hooks(model: nn.Module, tracker: SourceTracker) -> Iterator[None]:
     """Raises CaptureError at the end for a forward hook that does more than change what a module takes or returns.
 
@@ -70,9 +86,7 @@ def watched_hooks(model: nn.Module, tracker: SourceTracker) -> Iterator[None]:
     kept = [(hooks, dict(hooks)) for _, hooks in own]
     for hooks, originals in kept:
         for key, hook in originals.items():
-            if _defined_in(hook) == _COLLECTORS:
-                hooks[key] = _outside_of_trials(hook)
-            elif not _is_of_the_call(hook):
+            if not _is_of_the_call(hook):
                 hooks[key] = _noting(hook, used)
 
     def look(module: nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -122,15 +136,6 @@ def _noting(hook: Callable[..., Any], used: dict[int, bool]) -> Callable[..., An
         returned = hook(*args, **kwargs)
         used[id(hook)] = used.get(id(hook), False) or returned is not None
         return returned
-
-    return call
-
-
-def _outside_of_trials(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook; what a part that stays whole gives is what the trace is told, not what trials of it make."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return None if current_tracer() is None else hook(*args, **kwargs)
 
     return call
 
