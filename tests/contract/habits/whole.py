@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.optim import SGD
 
@@ -530,6 +531,41 @@ def uncut_with_the_criterion_outside(job: Job) -> None:
         job.gradients(model)
         optimizer.step()
     job.state(model)
+
+
+class _Policy(nn.Module):
+    def __init__(self, checks: bool | None) -> None:
+        super().__init__()
+        self.chain = Chain(4, CLASSES)
+        self.checks = checks
+
+    def forward(self, x: Tensor) -> Categorical:
+        return Categorical(logits=self.chain(x), validate_args=self.checks)
+
+
+class _PolicyGradient(nn.Module):
+    """Raises how likely actions are, and how many are."""
+
+    def __init__(self, checks: bool | None = None) -> None:
+        super().__init__()
+        self.policy = _Policy(checks)
+
+    def forward(self, x: Tensor, actions: Tensor) -> Tensor:
+        chosen = self.policy(x)
+        loss: Tensor = -chosen.log_prob(actions).mean() - 0.1 * chosen.entropy().mean()
+        return loss
+
+
+@refused("CaptureError", "given validate_args=False", instead="`Categorical(..., validate_args=False)`")
+def distribution_of_a_sub_module(job: Job) -> None:
+    """A sub-module returns a `torch.distributions.Categorical`, which looks whether what it is given is valid."""
+    fit(job, _PolicyGradient(), classes)
+
+
+@equal()
+def distribution_that_checks_nothing(job: Job) -> None:
+    """The same, with `validate_args=False`."""
+    fit(job, _PolicyGradient(checks=False), classes)
 
 
 class _Forces(nn.Module):

@@ -24,7 +24,7 @@ from pyrannc.capture.torch_internals.operators import OpOverload, schema
 from pyrannc.capture.torch_internals.symbols import SYMBOLIC, ShapeQuestions, asking, expression, hint, is_a_branch
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunction, pytree
 from pyrannc.capture.torch_internals.tracing import disable_proxy_modes_tracing, not_compiling
-from pyrannc.capture.user.source import Place, SourceTracker
+from pyrannc.capture.user.source import Place, SourceTracker, distribution_asks
 from pyrannc.errors import CaptureError
 
 from .autocast import no_autocast
@@ -302,6 +302,8 @@ class Oracle:
             may_take = self._by_chance(origins) or (assumed and self._guesses)
             if not may_take and self._assumes < needed:
                 cause = f"it decides by what it computes ({expr})"
+                if distribution_asks():
+                    cause += ", as torch.distributions looks whether it is valid, unless given validate_args=False"
                 raise UntraceableError(f"{here}: {cause}", here, cause, may_assume=needed)
             if not may_take and assumed and again is None:
                 raise CaptureError(

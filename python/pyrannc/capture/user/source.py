@@ -26,6 +26,7 @@ from pyrannc.capture.torch_internals.patching import MODULE_CALL
 from .bound import bound_to
 
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCH_ROOT, "distributions", "")
 _OWN_ROOT = f"{Path(__file__).absolute().parents[2]}{os.sep}"
 _STDLIB_ROOT = sysconfig.get_paths()["stdlib"] + os.sep
 PACKAGES = f"{os.sep}site-packages{os.sep}"
@@ -114,6 +115,16 @@ def belongs_to_user(file: str) -> bool:
 def module_of(frame: FrameType) -> str:
     """The name of the Python module whose code runs."""
     return str(frame.f_globals.get("__name__"))
+
+
+def distribution_asks() -> bool:
+    """True where ``torch.distributions`` looks at data that the user's code gives to it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not belongs_to_user(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def raised_at(error: BaseException, inside: Place) -> Place:
