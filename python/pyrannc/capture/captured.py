@@ -372,7 +372,8 @@ def _refuse_changed_params(traced: Trace) -> None:
             raise CaptureError(
                 f"{place_of(changed[node])} changes parameter '{name}' in place in the forward, which runs for each "
                 "part of the batch, on the ranks that hold it: compute with a changed copy (`weight.clamp(-1, 1)`), "
-                "change the parameter after optimizer.step(), or keep what changes in a buffer"
+                "change the parameter after optimizer.step(), or keep what changes in a buffer; where a first call "
+                "alone does so, call the model once before RaNNCModule(model, ...) is made"
             )
 
 

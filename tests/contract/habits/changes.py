@@ -18,7 +18,7 @@ import pyrannc
 from tests.contract.habit import alike, equal, refused, warned
 from tests.contract.job import Data, Job
 from tests.contract.settings import ONCE, REPLICAS, SPREAD, STAGES
-from tests.contract.training import WIDTH, Chain, Returns, learn, learn_around, pairs, regression
+from tests.contract.training import WIDTH, Chain, Returns, fit, learn, learn_around, pairs, regression
 
 # Parameters
 
@@ -119,6 +119,36 @@ class _Shrinking(nn.Module):
 def parameter_changed_in_forward(job: Job) -> None:
     """The forward changes a parameter in place, under `torch.no_grad()`, as a limit of its norm does."""
     job.wrap(_Shrinking(lambda weight: weight.mul_(0.9)))(*job.batch(pairs))
+
+
+class _Centred(Chain):
+    """Takes away from features what their mean was in the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("begun", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            self.centre.data.copy_(x.mean(0))
+            self.begun.fill_(True)
+        return super().forward(x - self.centre)
+
+
+@refused("CaptureError", "call the model once before", instead="call the model once before it is wrapped")
+def parameter_set_by_first_batch(job: Job) -> None:
+    """The first forward of all sets a parameter by its batch, as in flows, and notes that in a buffer."""
+    fit(job, Returns(_Centred(), F.mse_loss), pairs)
+
+
+@equal()
+def parameter_set_before(job: Job) -> None:
+    """The same, and the script calls the model once before it is wrapped, on the same batch on all ranks."""
+    net = Returns(_Centred(), F.mse_loss)
+    with torch.no_grad():
+        net(*pairs(8, torch.Generator().manual_seed(7)))
+    fit(job, net, pairs)
 
 
 @equal()
