@@ -191,7 +191,8 @@ class _Lowering:
         if tensor.requires_grad:
             raise CaptureError(
                 f"{place_of(node)} uses a tensor that requires gradients but is neither a parameter nor an input; "
-                "register it with torch.nn.Parameter"
+                "make it a torch.nn.Parameter that the model lists: parameters and sub-modules in plain lists or dicts "
+                "are its own in nn.ParameterList, nn.ParameterDict, nn.ModuleList or nn.ModuleDict"
             )
         node.meta["val"] = tensor
         node.meta[FACTS] = {None: TensorFacts(False, None)}

@@ -9,12 +9,25 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import ONCE, STAGES, Setting
-from tests.contract.training import CLASSES, TOKENS, VOCABULARY, WIDTH, Chain, Returns, fit, learn_around, padded, pairs
+from tests.contract.training import (
+    CLASSES,
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    Chain,
+    Returns,
+    fit,
+    learn,
+    learn_around,
+    padded,
+    pairs,
+)
 
 _CHANNELS = 2
 
@@ -29,6 +42,26 @@ def tied_weights(job: Job) -> None:
     net = Chain()
     net.head.weight = net.layers[0].weight
     _fit(job, net)
+
+
+class _Listed(nn.Module):
+    """Has a layer in a plain list, where the model does not find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = Chain()
+        self.others = [nn.Linear(WIDTH, WIDTH)]
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.others[0](self.chain(x)), target)
+
+
+@refused("CaptureError", "nn.ModuleList", instead="`nn.ModuleList`, `nn.ParameterList`")
+def layers_in_a_plain_list(job: Job) -> None:
+    """The model has layers in a plain list, whose parameters the script has given to the optimizer."""
+    net = _Listed()
+    optimizer = SGD([*net.parameters(), *net.others[0].parameters()], lr=0.1)
+    learn(job, job.wrap(net, optimizer), optimizer)
 
 
 @refused(
