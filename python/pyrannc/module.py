@@ -35,7 +35,7 @@ from pyrannc.capture import Captured, CaptureOptions, Sample, flatten
 from pyrannc.capture.nodes.autocast import no_autocast
 from pyrannc.capture.nodes.row_conditions import first_other, other_rows
 from pyrannc.capture.torch_internals.compiler import start_compiling_processes
-from pyrannc.capture.torch_internals.gradients import at_end_of_backward
+from pyrannc.capture.torch_internals.gradients import at_end_of_backward, kept_uncompiled
 from pyrannc.capture.torch_internals.levels import transforms_are_active
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import CaptureError, ConfigError, PeerError, PlanError, RaNNCError, first_line
@@ -179,6 +179,7 @@ class RaNNCModule(DeployedModel):
 
     # The call
 
+    @kept_uncompiled
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on the global batch; all ranks call it.
 

@@ -16,7 +16,18 @@ import pyrannc
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import ONCE
-from tests.contract.training import WIDTH, Chain, OnPositive, Returns, fit, learn, learn_around, pairs, single
+from tests.contract.training import (
+    WIDTH,
+    Chain,
+    OnPositive,
+    Returns,
+    chain_with_loss,
+    fit,
+    learn,
+    learn_around,
+    pairs,
+    single,
+)
 
 
 def _learn(job: Job, net: nn.Module, **options: Any) -> None:
@@ -36,6 +47,33 @@ def compiled(job: Job) -> None:
         loss = model(*batch)
         job.same("loss", loss)
         loss.backward()
+
+
+@equal(note="the model runs as it does otherwise, the script's own operators are compiled")
+def compiled_after_wrapping(job: Job) -> None:
+    """What `RaNNCModule` has made is given to `torch.compile`, as is a function that calls it and `backward()`."""
+    net = chain_with_loss()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    compiled_model = torch.compile(model, backend="eager")
+
+    @torch.compile(backend="eager")
+    def differentiated(x: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = model(torch.sin(x), target)
+        loss.backward()
+        return loss
+
+    for step in range(4):
+        optimizer.zero_grad()
+        batch = job.batch(pairs, step)
+        if step % 2:
+            job.same("loss", differentiated(*batch).detach())
+        else:
+            loss = compiled_model(*batch)
+            job.same("loss", loss)
+            loss.backward()
+        optimizer.step()
+    job.state(model)
 
 
 @refused("RaNNCError|CaptureError", "DistributedDataParallel", instead="leave it out: RaNNC takes its place")
