@@ -53,6 +53,7 @@ from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.givers import Leaves
 from pyrannc.runtime.step import Step, StepOptions
 from pyrannc.store.after_backward import CallOfBackward, finish_backward, note_share, watch_beside
+from pyrannc.store.before_first_call import note_called, watch_until_called
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.shared_params import refuse_deployed, take_back_dropped
 from pyrannc.switches import switches
@@ -176,6 +177,7 @@ class RaNNCModule(DeployedModel):
         self._agreement = self._new_agreement()
         self._proven = False
         self._made = True
+        watch_until_called(self)
 
     # The call
 
@@ -255,6 +257,7 @@ class RaNNCModule(DeployedModel):
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: AgreedCall) -> tuple[Variant, AgreedCall]:
         """A call without a captured form gets one, and the first call a Plan. All ranks call it."""
         if self._deployment is None:
+            note_called(self)
             take_back_dropped(self.model)
             refuse_deployed(self.model, self._user_optimizer)
         keep_below(self._config.mem_limit_bytes, self.device)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 
 import pyrannc
@@ -34,6 +35,39 @@ def saved_by_rank_0(job: Job) -> None:
     saved = model.state_dict()
     if job.rank == 0:
         torch.save(saved, "/dev/null")
+    job.state(model)
+
+
+class _Density(Chain):
+    """A model that scripts train by another method than its forward."""
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return -self(x).square().sum(1)
+
+
+@refused("RaNNCError", "was never called", "forward", instead="have `forward` do it, and call `model(...)`")
+def method_trained_alone(job: Job) -> None:
+    """The loop calls a method of the model alone, such as `model.log_prob(x)`, and never `model(...)`."""
+    net = _Density()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model: Any = job.wrap(net, optimizer)
+    (-model.log_prob(*job.batch(single)).sum()).backward()
+    optimizer.step()
+
+
+@equal()
+def state_made_before_the_first_call(job: Job) -> None:
+    """The optimizer makes its state before the first call, by a step with gradients of zeros and a rate of 0."""
+    net = chain_with_loss()
+    optimizer = adam(net)
+    model = job.wrap(net, optimizer)
+    rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.0
+    for param in net.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = rate
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
     job.state(model)
 
 
