@@ -32,6 +32,8 @@ _OUTSIDE = "RaNNC's exchange between all ranks"
 _watchdog: Watchdog | None = None
 _joined: process.Process | None = None
 """For which it was made."""
+_inside = (0, "")
+"""The thread of the last collective call, and what it called."""
 
 
 def watchdog() -> Watchdog | None:
@@ -130,6 +132,7 @@ class collective:
 
     Raises:
         PeerError: another rank has died, failed, left or stalled; the back-end's error is the cause.
+        RaNNCError: another thread of the script is inside of one.
     """
 
     __slots__ = ("_counts", "_name", "_new_round", "_watchdog")
@@ -141,9 +144,16 @@ class collective:
         self._counts = False
 
     def __enter__(self) -> None:
+        global _inside
         self._watchdog = _watchdog if _watchdog is not None else _joined_for(self._name)
-        if self._watchdog is not None:
-            self._counts = self._watchdog.begin(self._name, new_round=self._new_round)
+        if self._watchdog is None:
+            return
+        self._counts = self._watchdog.begin(self._name, new_round=self._new_round)
+        thread = threading.get_ident()
+        if self._counts:
+            _inside = thread, self._name
+        elif _inside[0] != thread:
+            _refuse_beside(self._name, thread, *_inside)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -158,6 +168,20 @@ class collective:
             self._watchdog.end(failed=error is not None)
         if cause is not None:
             raise PeerError(cause) from error
+
+
+def _refuse_beside(call: str, thread: int, other_thread: int, other_call: str) -> None:
+    """Raises where two threads of the script are in calls: not those on which torch differentiates for one of them."""
+    of_script = {
+        each.ident: each.name for each in threading.enumerate() if not isinstance(each, threading._DummyThread)
+    }
+    if thread in of_script and other_thread in of_script:
+        raise RaNNCError(
+            f'{call} was called on thread "{of_script[thread]}" while thread "{of_script[other_thread]}" is in '
+            f"{other_call}: all ranks make these calls in the same order, which threads beside each other do not. "
+            "Make all of them on one thread, or wait for a thread's call before the next one (thread.join()); what "
+            "state_dict() has returned may be saved by another thread"
+        )
 
 
 def announced(call: str) -> Callable[[_Method], _Method]:

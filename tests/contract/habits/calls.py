@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Thread
+from time import sleep
 from typing import Any
 
 import torch
@@ -107,6 +110,40 @@ def trained_by_calls_of_the_plain_model(job: Job) -> None:
         net(x, target).backward()
         optimizer.step()
     model.state_dict()
+
+
+@refused(
+    "RaNNCError", "on thread", "one thread", settings=(REPLICAS,), instead="make all calls on one thread", apart=True
+)
+def called_by_two_threads(job: Job) -> None:
+    """A thread evaluates the model while the loop trains it."""
+    model, optimizer = _learned(job)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(*job.batch(pairs))
+
+    if job.rank == 0:
+        Thread(target=evaluate, daemon=True).start()
+    # The thread waits in its call for the other ranks.
+    sleep(1 if job.rank == 0 else 3)
+    learn(job, model, optimizer, step=1)
+
+
+@equal()
+def evaluated_by_a_thread(job: Job) -> None:
+    """A thread evaluates the model, and the loop waits for it (`ThreadPoolExecutor`, `thread.join()`)."""
+    model, optimizer = _learned(job)
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad():
+            loss: torch.Tensor = model(*job.batch(pairs, 1))
+        return loss
+
+    with ThreadPoolExecutor(1) as pool:
+        job.same("loss", pool.submit(evaluate).result())
+    learn(job, model, optimizer, step=2)
+    job.state(model)
 
 
 @refused("MismatchError", "in evaluation mode", instead=ALL_RANKS)
