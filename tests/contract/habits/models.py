@@ -486,3 +486,25 @@ def results_in_arguments(job: Job) -> None:
         job.same("size", found.size)
         loss.backward()
         job.gradients(model)
+
+
+class _Named(Chain):
+    """Names its parts for a profiler."""
+
+    @torch.profiler.record_function("hidden")
+    def hidden(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.hidden(x)
+        with torch.profiler.record_function("head"):
+            return self.head(x)  # type: ignore[no-any-return]
+
+
+@equal(note="a profile has torch's operators; the names show where a part stays whole")
+def parts_named_for_a_profiler(job: Job) -> None:
+    """The forward names its parts (`with torch.profiler.record_function("head"):`), and a profiler runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        _fit(job, _Named())

@@ -28,6 +28,7 @@ _ASSERTIONS = (
     "aten::sym_constrain_range",
     "aten::sym_constrain_range_for_size",
 )
+_MARKS = ("profiler::_record_function_enter", "profiler::_record_function_enter_new", "profiler::_record_function_exit")
 # Composite ops that return their operand, or a view of it, when they can.
 _MAY_RETURN_VIEW = {
     "aten::reshape", "aten::reshape_as", "aten::flatten", "aten::contiguous", "aten::to", "aten::type_as",
@@ -56,6 +57,11 @@ def is_assertion(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and schema(node.target).name in _ASSERTIONS
 
 
+def is_mark(node: fx.Node) -> bool:
+    """True for the begin or the end of what profilers show under a name (``torch.profiler.record_function``)."""
+    return isinstance(node.target, OpOverload) and schema(node.target).name in _MARKS
+
+
 def takes_form_alone(node: fx.Node) -> bool:
     """True for what takes nothing but the form of its operand, so that no gradient passes to it."""
     return isinstance(node.target, OpOverload) and schema(node.target).name in _OF_FORM
@@ -65,7 +71,7 @@ def has_effect(node: fx.Node) -> bool:
     """True when the node must stay even if nobody uses its result."""
     if node.op in ("placeholder", "output"):
         return True
-    if is_assertion(node):
+    if is_assertion(node) or is_mark(node):
         return False
     target = node.target
     if isinstance(target, OpOverload):
