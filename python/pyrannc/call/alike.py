@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -86,7 +89,7 @@ def capture_alike(
     captured = _as_all_have_asked(captured)
     hashes: list[str] = agree.gather_objects(graph.hash())
     if len(set(hashes)) > 1:
-        raise MismatchError(_first_difference(graph, hashes))
+        raise MismatchError(_first_difference(captured, graph, hashes))
     if len(set(agree.gather_objects(captured.limits))) > 1:
         raise MismatchError("the ranks' models limit their parameters in different ways")
     return captured, graph
@@ -109,14 +112,30 @@ def _as_all_have_asked(captured: Captured) -> Captured:
     return replace(captured, row_conditions=tuple(conditions.values()), alone=any(alone for _, alone in everyone))
 
 
-def _first_difference(graph: Graph, hashes: Sequence[str]) -> str:
-    """Names the ranks whose Graph differs from rank 0's, and the first Op that does."""
+def _first_difference(captured: Captured, graph: Graph, hashes: Sequence[str]) -> str:
+    """Names the ranks whose Graph differs from rank 0's, and the first Op or constant that does."""
     texts: list[list[str]] = agree.gather_objects(graph.op_texts())
     other = next(rank for rank, found in enumerate(hashes) if found != hashes[0])
     here, there = first_difference(texts[0], texts[other])
     if here != there:
         return f"the ranks have different models: rank 0 has\n  {here}\nwhere rank {other} has\n  {there}"
+    everyone: list[list[tuple[int, str]]] = agree.gather_objects(_constants(captured))
+    for (value, data), (_, others) in zip(everyone[0], everyone[other], strict=False):
+        if data != others:
+            reader = next((text for text in texts[0] if re.search(rf"\bv{value}\b", text)), "what the model returns")
+            return (
+                "the ranks have different models: a tensor or an array that is no parameter and no buffer has other "
+                f"values on rank {other} than on rank 0. It is used by\n  {reader}\nMake it from the same seed on all "
+                "ranks (torch.manual_seed(0) before the model is made), or register it (self.register_buffer(...)): "
+                "of buffers, rank 0's count"
+            )
     return f"the ranks have different models: rank {other}'s parameters, buffers or inputs are not those of rank 0"
+
+
+def _constants(captured: Captured) -> list[tuple[int, str]]:
+    """The Value of each constant, with what tells its data from others."""
+    listed = json.loads(captured.graph_json)["constants"]
+    return [(item["value"], hashlib.sha256(item["data"].encode()).hexdigest()) for item in listed]
 
 
 def first_difference(mine: Sequence[str], theirs: Sequence[str], without: str = "nothing") -> tuple[str, str]:

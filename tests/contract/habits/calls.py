@@ -18,7 +18,7 @@ import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import ONCE, REPLICAS, STAGES
-from tests.contract.training import Chain, Returns, adam, chain_with_loss, learn, pairs, single
+from tests.contract.training import WIDTH, Chain, Returns, adam, chain_with_loss, learn, pairs, single
 
 ALL_RANKS = "call it on all ranks, outside of `if rank == 0`"
 
@@ -200,6 +200,30 @@ def lengths_differ_between_steps(job: Job) -> None:
 def models_differ(job: Job) -> None:
     """Ranks build different models."""
     job.wrap(Chain(3 + job.rank))(*job.batch(single))
+
+
+class _Projected(Chain):
+    """Draws a projection that it does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = torch.randn(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.projection)
+
+
+@refused(
+    "MismatchError",
+    "no buffer",
+    "matmul",
+    "same seed",
+    instead="`self.register_buffer(...)`, or one seed for all ranks",
+)
+def tensors_drawn_differently(job: Job) -> None:
+    """Ranks have different seeds, and the model has drawn a tensor that it keeps as a plain attribute."""
+    torch.manual_seed(job.rank)
+    job.wrap(_Projected())(*job.batch(single))
 
 
 @refused("PeerError", "rank 1 has left", settings=(STAGES,), instead="stop on all ranks in the same step", apart=True)
