@@ -372,6 +372,26 @@ def test_attention_whose_steps_come_first_keeps_rows_apart(heads: int, assert_eq
     assert not DividedFacts.from_json(divided.to_json()).tail.ops
 
 
+class Prompted(Block):
+    """Puts prompts before each row, of which it takes the first of those that are expanded to all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.Embedding(4, WIDTH)
+        self.numbers = torch.arange(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.numbers.unsqueeze(0).expand(len(x), -1).to(self.prompts.weight.device)
+        prompts = self.prompts(rows[:1]).repeat(len(x), 1, 1)
+        return self.b(self.a(torch.cat((prompts, x[:, None]), 1)).tanh())  # type: ignore[no-any-return]
+
+
+def test_the_first_of_expanded_rows_is_no_row_of_the_batch(assert_equals_model: Any) -> None:
+    captured = assert_equals_model(Prompted().double(), call)
+    divided = Graph.from_json(captured.graph_json).divide_tail("batch")
+    assert not DividedFacts.from_json(divided.to_json()).tail.ops
+
+
 class OtherWhereTraced(nn.Module):
     """Leaves a mask that it makes out where it is full, but not where it is traced, and then it does not fit."""
 

@@ -24,6 +24,7 @@ from pyrannc.errors import CaptureError
 
 from .copied_input import copy_input
 from .data_dependent import keep_together
+from .expanded_slices import drop_expanded_slices
 from .functional import replace_in_place_ops
 from .layouts import pin_layouts
 from .lookups import join_lookups
@@ -101,8 +102,9 @@ def copy_what_runs(trace: Trace, cleaned: CleanGraph) -> None:
 
 
 def take_wholes(trace: Trace, cleaned: CleanGraph) -> None:
-    """Slices of a whole dimension, which are what they are of."""
+    """Slices of a whole dimension, and those of one that was expanded, which are what they are of."""
     drop_whole_slices(cleaned.gm.graph, trace.reader.read)
+    drop_expanded_slices(cleaned.gm.graph, trace.reader.read)
 
 
 def make_functional(trace: Trace, cleaned: CleanGraph) -> None:
