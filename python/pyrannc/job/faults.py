@@ -26,6 +26,9 @@ _EXPLAIN_WITHIN_S = 3.0
 _SIGNS_OF_THE_BACK_END = ("gloo", "nccl", "connection", "broken pipe", "socket", "timed out")
 """Gloo raises plain RuntimeErrors, which only their texts tell from others."""
 
+_NOT_OF_PYTHON = "Dummy-"
+"""How the names of threads begin that others than Python have started."""
+
 _OUTSIDE = "RaNNC's exchange between all ranks"
 """What an exchange outside of any collective call is called."""
 
@@ -172,9 +175,8 @@ class collective:
 
 def _refuse_beside(call: str, thread: int, other_thread: int, other_call: str) -> None:
     """Raises where two threads of the script are in calls: not those on which torch differentiates for one of them."""
-    of_script = {
-        each.ident: each.name for each in threading.enumerate() if not isinstance(each, threading._DummyThread)
-    }
+    threads = {each.ident: each.name for each in threading.enumerate()}
+    of_script = {ident: name for ident, name in threads.items() if not name.startswith(_NOT_OF_PYTHON)}
     if thread in of_script and other_thread in of_script:
         raise RaNNCError(
             f'{call} was called on thread "{of_script[thread]}" while thread "{of_script[other_thread]}" is in '
