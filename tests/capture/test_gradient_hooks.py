@@ -29,6 +29,11 @@ def _limits_in_place(gradient: Tensor) -> None:
     gradient.clamp_(-1, 1)
 
 
+def _norm_of_small_ones(gradient: Tensor) -> Tensor:
+    assert gradient.abs().max() < 20
+    return gradient / gradient.norm()
+
+
 def _divides_in_place(gradient: Tensor) -> None:
     gradient.div_(gradient.norm())
 
@@ -45,6 +50,8 @@ OF_EACH: dict[str, Hook] = {
     "rounds": lambda g: g.to(torch.bfloat16).to(g.dtype),
     "draws": lambda g: g + torch.randn_like(g),
     "fails": _fails,
+    "divides by nothing": lambda g: g / 0,
+    "softmax of each row": lambda g: g.softmax(-1),
 }
 OF_ALL: dict[str, Hook] = {
     "norm": lambda g: g / g.norm(),
@@ -52,6 +59,9 @@ OF_ALL: dict[str, Hook] = {
     "mean": lambda g: g - g.mean(0),
     "largest": lambda g: torch.where(g.abs() == g.abs().max(), 0, g),
     "count": lambda g: g * len(g),
+    "a little of the mean": lambda g: g - 0.3 * g.mean(0),
+    "norm of small ones": _norm_of_small_ones,
+    "sign of the mean": lambda g: g + 0.01 * g.mean(0).sign(),
     "in place": _divides_in_place,
 }
 
@@ -82,6 +92,14 @@ def test_of_what_has_no_rows_parts_add_up() -> None:
     assert not _takes_parts(lambda g: g.clamp(-1, 1), WIDE, WIDE)
     assert not _takes_parts(lambda g: g / g.norm(), WIDE, WIDE)
     assert not _takes_parts(torch.sign, WIDE)
+    assert not _takes_parts(lambda g: g + 0.5, WIDE, WIDE)
+    assert _takes_parts(lambda g: g.to(torch.bfloat16).to(g.dtype), WIDE, WIDE)
+
+
+def test_large_gradients_are_made_up_shorter() -> None:
+    sizes: list[int] = []
+    assert _takes_parts(lambda g: sizes.append(g.numel()), ROWS, Dim(0, 100_000), Dim(0, 1000))
+    assert max(sizes) <= 4 * 256 * 256
 
 
 def test_a_trial_draws_nothing() -> None:

@@ -9,12 +9,13 @@ from functools import cached_property, partial
 from typing import Literal, TypeAlias
 
 import torch
+from torch import fx
 
 from pyrannc._native import Buckets, Graph, Partition, Plan, Program
 from pyrannc.blocks.randomness import draw_key
 from pyrannc.call.alike import capture_alike, first_difference
 from pyrannc.call.data_guards import DataGuards
-from pyrannc.call.gradients_in_parts import refuse_gradients_in_parts
+from pyrannc.call.gradient_hooks import refuse_gradients_in_parts, refuse_hooks_of_copies, refuse_hooks_of_results
 from pyrannc.call.guards import ModuleGuards
 from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.single_row import first_normalising, refuse_single_rows
@@ -135,6 +136,12 @@ class Variant:
         self._programs: dict[Hashable, RankProgram] = {}
         self._buckets: Buckets | None = None
         self._check_outputs()
+        if self.tail is not None:
+            refuse_hooks_of_results(captured, self.whole.facts, self.tail)
+
+    @property
+    def _tail_nodes(self) -> list[fx.Node]:
+        return [] if self.tail is None else [self.whole.captured.op_nodes[op] for op in self.tail.ops]
 
     @property
     def can_compare(self) -> bool:
@@ -307,6 +314,7 @@ class Variant:
         """Says how the Graph is divided over Stages."""
         self.partition = partition
         self.parts = Parts.from_json(partition.to_json())
+        refuse_hooks_of_copies(self.captured, self.parts, self._tail_nodes)
         for part in self.parts.outputs:
             facts = self.facts.values[part.value]
             if part.input is None and part.row_dim is None and any(count for count, _ in facts.shape):

@@ -329,6 +329,11 @@ class _Lowering:
         return record
 
     def _try_hook(self, node: fx.Node, call: GradientHook) -> None:
+        if node.args[0] in self.cleaned.params:
+            raise CaptureError(
+                f"{place_of(node)} gives a parameter one more hook at each call; give it one before the first call, "
+                "outside of the forward"
+            )
         gradient, extents, _ = self._operands(node)[0]
         with self.trace.attributes_restored():
             call.takes_parts = takes_parts(call.hook, gradient, extents, _device_of(node))

@@ -15,20 +15,29 @@ from pyrannc.errors import RaNNCError
 from pyrannc.job import process
 
 _never_called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def watch_until_called(module: nn.Module) -> None:
-    """From now on steps with gradients of what a RaNNCModule wraps raise, where there are other ranks."""
+    """From now on steps with gradients of what a RaNNCModule wraps raise, where there are other ranks.
+
+    But for parameters of another one that is called.
+    """
     _watch_steps()
-    _never_called.add(module)
+    if not any(_share(module, other) for other in _called):
+        _never_called.add(module)
 
 
 def note_called(module: nn.Module) -> None:
     """All ranks call a RaNNCModule: gradients of what it wraps are those of the global batch from now on."""
-    own = set(map(id, module.parameters()))
-    # Another one of the same model may have been left uncalled, and not be collected yet.
-    for other in [each for each in _never_called if not own.isdisjoint(map(id, each.parameters()))]:
+    _called.add(module)
+    for other in [each for each in _never_called if _share(module, each)]:
         _never_called.discard(other)
+
+
+def _share(module: nn.Module, other: nn.Module) -> bool:
+    own = set(map(id, module.parameters()))
+    return not own.isdisjoint(map(id, other.parameters()))
 
 
 @cache

@@ -18,7 +18,7 @@ import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import ONCE, REPLICAS, STAGES
-from tests.contract.training import WIDTH, Chain, Returns, adam, chain_with_loss, learn, pairs, single
+from tests.contract.training import WIDTH, Chain, Returns, adam, chain_with_loss, learn, learn_around, pairs, single
 
 ALL_RANKS = "call it on all ranks, outside of `if rank == 0`"
 
@@ -56,6 +56,14 @@ def method_trained_alone(job: Job) -> None:
     model: Any = job.wrap(net, optimizer)
     (-model.log_prob(*job.batch(single)).sum()).backward()
     optimizer.step()
+
+
+@equal()
+def part_wrapped_after_training_has_begun(job: Job) -> None:
+    """A part of a model that is being trained is wrapped too, and not called yet, while training goes on."""
+    net = chain_with_loss()
+    wrapped: list[nn.Module] = []
+    learn_around(job, net, lambda model: wrapped.append(job.wrap(net.net)))
 
 
 @equal()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import DIVIDED, TOGETHER
-from tests.contract.training import WIDTH, Chain, Returns, fit, pairs
+from tests.contract.training import WIDTH, Chain, Returns, fit, pairs, regression
 
 _OF_ALL_ROWS = 'change gradients of parameters after `backward()`, or say `row_mixing="microbatch"`'
 
@@ -94,6 +94,34 @@ def hook_of_all_rows_together(job: Job) -> None:
     _inside(job, _Normed())
 
 
+class _Form(_Hooked):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient / y.shape[-1])
+        return y
+
+
+@equal()
+def hook_with_a_width_of_the_forward(job: Job) -> None:
+    """A hook in the forward divides a gradient by the width of a tensor there (`g / y.shape[-1]`)."""
+    _inside(job, _Form())
+
+
+class _PerRow(_Hooked):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient / len(x))
+        return y
+
+
+@warned("uses what its forward has computed", instead="divide the loss, or the gradients after `backward()`")
+def hook_with_the_number_of_rows(job: Job) -> None:
+    """A hook in the forward divides a gradient by the number of rows there (`g / len(x)`)."""
+    _inside(job, _PerRow())
+
+
 class _AtTheEnd(nn.Module):
     """The loss, whose gradient passes through a hook."""
 
@@ -114,6 +142,31 @@ def hook_where_rows_have_met(job: Job) -> None:
     fit(job, _AtTheEnd(), pairs)
 
 
+class _Loss(_AtTheEnd):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(self.chain(x), target)
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * 0.5)
+        return loss
+
+
+@refused("CaptureError", "what the model returns for all rows", instead="`loss = model(...); loss.register_hook(...)`")
+def hook_of_the_loss(job: Job) -> None:
+    """The forward gives the loss that it returns a hook."""
+    fit(job, _Loss(), pairs)
+
+
+@equal()
+def hook_of_the_loss_outside(job: Job) -> None:
+    """The script gives the loss that the model returns a hook."""
+
+    def hooked(loss: Tensor) -> Tensor:
+        loss.register_hook(lambda gradient: gradient * 0.5)
+        return loss
+
+    fit(job, regression(), pairs, loss=hooked)
+
+
 class _Weighed(_Hooked):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
@@ -123,10 +176,27 @@ class _Weighed(_Hooked):
         return y
 
 
-@warned("uses a tensor of the forward", instead="an `autograd.Function` saves it for its backward, and stays alone")
+@warned(
+    "uses what its forward has computed", instead="an `autograd.Function` saves it for its backward, and stays alone"
+)
 def hook_with_tensors_of_the_forward(job: Job) -> None:
     """A hook in the forward multiplies a gradient by what the forward computes."""
     _inside(job, _Weighed())
+
+
+class _WeighedInAList(_Hooked):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        kept = {"weights": [torch.sigmoid(x.detach())]}
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * kept["weights"][0])
+        return y
+
+
+@warned("uses what its forward has computed", instead="likewise")
+def hook_with_lists_of_the_forward(job: Job) -> None:
+    """Likewise, where that is in a container."""
+    _inside(job, _WeighedInAList())
 
 
 class _HookedWeight(_Hooked):
@@ -152,3 +222,42 @@ class _Masked(_HookedWeight):
 def hook_of_a_weight_in_parts(job: Job) -> None:
     """A hook in the forward masks such a gradient, which may be done to each part of the sum."""
     _inside(job, _Masked())
+
+
+class _Doubled(_HookedWeight):
+    def changed(self, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+@equal()
+def hook_of_a_weight_that_scales(job: Job) -> None:
+    """A hook in the forward doubles such a gradient."""
+    _inside(job, _Doubled())
+
+
+class _OfAParameter(_Hooked):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.inner.weight.register_hook(self.changed)
+        y: Tensor = self.inner(x)
+        return y
+
+
+@refused("CaptureError", "one more hook at each call", instead="give it one before the first call")
+def hook_of_a_parameter_in_the_forward(job: Job) -> None:
+    """The forward gives a parameter a hook, at each call one more."""
+    _inside(job, _OfAParameter())
+
+
+class _Penalised(_AtTheEnd):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        size = self.chain.layers[0].weight.square().sum()
+        if size.requires_grad:
+            size.register_hook(lambda gradient: gradient * 0.5)
+        return F.mse_loss(self.chain(x), target) + size * 0.01
+
+
+@refused("CaptureError", "made of parameters alone", instead="give parameters hooks before the first call")
+def hook_of_a_penalty(job: Job) -> None:
+    """A hook in the forward scales the gradient of a penalty on parameters, which is added to the loss."""
+    fit(job, _Penalised(), pairs)

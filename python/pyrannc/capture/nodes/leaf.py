@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,6 @@ from pyrannc.capture.torch_internals.tracing import (
     functions_as_operators,
     proxy_of,
 )
-from pyrannc.capture.user.closed_over import closed_over
 from pyrannc.errors import CaptureError
 
 from .autocast import Autocast
@@ -95,10 +95,13 @@ class GradientHook(OpaqueCall):
         super().__init__("grad_hook", self._register, f"hook.{getattr(hook, '__qualname__', type(hook).__qualname__)}")
         self.hook = hook
         self.takes_parts = True
+        self._last: Callable[[], Tensor | None] = lambda: None
 
     def _register(self, tensor: Tensor) -> None:
-        if tensor.requires_grad:
+        # What depends on no rows is made once for all microbatches.
+        if tensor.requires_grad and self._last() is not tensor:
             REGISTER_HOOK.original(tensor, self.hook)
+            self._last = weakref.ref(tensor)
 
 
 @contextmanager
@@ -193,8 +196,6 @@ def captured_tensor_hooks(backwards: UntracedBackwards) -> Iterator[None]:
         if proxy is None:
             # What runs beside a trace records no gradients.
             return original(self, hook) if self.requires_grad or torch.is_grad_enabled() else _NoHandle()
-        if any(isinstance(item, Tensor) and proxy_of(item, tracer) is not None for item in closed_over(hook)):
-            raise NotImplementedError("a hook of gradients uses a tensor of the forward, which other calls have anew")
         backwards.note_hook(hook, self)
         tracer.create_proxy("call_function", GradientHook(hook), (proxy,), {})
         return _NoHandle()

@@ -15,53 +15,83 @@ from torch import Tensor
 from pyrannc.capture.reads.as_one_process import as_one_process
 from pyrannc.capture.torch_internals.functions import functions_applied_by
 from pyrannc.capture.torch_internals.patching import several_ranks
+from pyrannc.capture.torch_internals.symbols import ShapeQuestions, hint
 from pyrannc.capture.torch_internals.tensors import pytree
-from pyrannc.capture.user.source import SourceTracker
+from pyrannc.capture.user.source import Place, SourceTracker
 from pyrannc.errors import CaptureError
 
 from .chance import other_generators_restored, torch_draws
+from .foreign import ForeignOperands
+from .untraceable import UntraceableError
+
+Hook = Callable[[Tensor], Any]
 
 
 class UntracedBackwards:
-    """Those of one trace, which must not see other ranks: each rank runs those of its own Stages alone."""
+    """Those of one trace.
 
-    def __init__(self) -> None:
-        self._trials: list[Callable[[], Any]] = []
+    They must not see other ranks: each rank runs those of its own Stages alone. And hooks use nothing of the forward
+    that they stand in, which runs once.
+
+    Args:
+        tracker: knows where the forward is.
+        shape_env: of the trace.
+    """
+
+    def __init__(self, tracker: SourceTracker, shape_env: ShapeQuestions) -> None:
+        self._tracker = tracker
+        self._shape_env = shape_env
+        self._functions: list[Callable[[], Any]] = []
+        self._hooks: list[tuple[Hook, Tensor, Place]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._trials)
+        return bool(self._functions or self._hooks)
 
     def note_call(self, given: Sequence[Any], made: Any) -> None:
         """Notes a call of a custom autograd function, with its arguments and its result without data."""
-        takes, gives = _with_gradients(given), _with_gradients(pytree.tree_leaves(made))
-        self._note(partial(_differentiate, gives, takes))
+        if several_ranks():
+            takes, gives = _with_gradients(given), _with_gradients(pytree.tree_leaves(made))
+            self._functions.append(partial(_differentiate, gives, takes))
 
-    def note_hook(self, hook: Callable[[Tensor], Any], tensor: Tensor) -> None:
+    def note_hook(self, hook: Hook, tensor: Tensor) -> None:
         """Notes a hook that gets the gradient of a tensor without data."""
-        self._note(lambda: hook(torch.zeros_like(tensor)))
+        self._hooks.append((hook, tensor, self._tracker.here()))
 
-    def refuse_seeing_ranks(self, tracker: SourceTracker) -> None:
-        """Tries all of them; what fails for want of data tells nothing.
+    def try_all(self) -> None:
+        """Tries all of them, without data; what fails for want of data tells nothing.
+
+        What they ask of the number of rows says nothing of the trace, which has ended.
 
         Raises:
             CaptureError: one of them counts the ranks or talks with them.
+            UntraceableError: a hook uses a tensor, or a number of rows, of the forward.
         """
         with (
-            as_one_process(tracker) as refused,
+            as_one_process(self._tracker) as refused,
             torch_draws(),
             other_generators_restored(),
             torch.no_grad(),
             redirect_stdout(StringIO()),
+            self._shape_env.suppress_guards(),
         ):
-            for trial in self._trials:
+            for function in self._functions:
                 with suppress(Exception):
-                    trial()
-                if refused:
-                    raise refused[0]
+                    function()
+            for hook, tensor, place in self._hooks:
+                if self._uses_forward(hook, tensor):
+                    cause = "a hook of gradients uses what its forward has computed, which other calls have anew"
+                    raise UntraceableError(f"{place} cannot be captured: {cause}", place, cause)
+            if refused and several_ranks():
+                raise refused[0]
 
-    def _note(self, trial: Callable[[], Any]) -> None:
-        if several_ranks():
-            self._trials.append(trial)
+    def _uses_forward(self, hook: Hook, tensor: Tensor) -> bool:
+        # Its extents are plain numbers: what asks for a symbol asks for one of the forward.
+        shape = [hint(size) if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+        gradient = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        asked = self._shape_env.asked_aside
+        with suppress(Exception), ForeignOperands(gradient) as seen:
+            hook(gradient)
+        return seen.found or self._shape_env.asked_aside > asked
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,17 +14,20 @@ from torch import Tensor
 from pyrannc.capture.nodes.bounds import within_bounds
 from pyrannc.capture.nodes.chance import other_generators_restored, torch_draws
 from pyrannc.capture.nodes.dims import Dim
+from pyrannc.capture.nodes.untraced_backwards import Hook
 
-Hook = Callable[[Tensor], Any]
-
-_DECADES = 4.0
-"""Gradients are made up between 10 to the power of minus this and of this, for hooks that begin at some size."""
-_FAR = 0.01
-"""Of the largest element: what is rounded differently is nearer, in narrow types too."""
+_SIZES = (1.0, 1e-3, 0.03, 30.0)
+"""Of made-up gradients, for hooks that begin at some size, add something, or raise an error for others."""
+_ROUNDED = {torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-8}
+"""By how much of the largest element those of parts may differ by."""
+_ROUNDED_SUM = 0.02
+"""Likewise of sums, which some hooks round to narrow types."""
+_MOST_ELEMENTS = 1 << 24
+"""Of a made-up gradient; larger ones get shorter dimensions."""
 
 
 def takes_parts(hook: Hook, gradient: Tensor, extents: Sequence[Dim | None], device: torch.device) -> bool:
-    """Tries a hook with made-up gradients.
+    """Tries a hook with made-up gradients of several sizes.
 
     Of what has rows, each part of the batch gives the gradients of its own; of what has none, such as what is made of
     parameters alone, it gives a part of their sum.
@@ -39,28 +43,44 @@ def takes_parts(hook: Hook, gradient: Tensor, extents: Sequence[Dim | None], dev
     with_rows = [place for place, extent in enumerate(extents) if extent is None or extent.per_row]
     if None in extents or len(with_rows) > 1:
         return True
+    of_part = [extent.at(2) for extent in extents if extent is not None]
+    rows = with_rows[0] if with_rows else None
+    return all(_takes_parts(hook, _Form(_bounded(of_part, rows), gradient.dtype, device, rows), s) for s in _SIZES)
+
+
+class _Form(NamedTuple):
+    """Of the gradients of a part; ``rows``: the dimension that has them."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    rows: int | None
+
+
+def _bounded(shape: Sequence[int], rows: int | None) -> Sequence[int]:
+    if math.prod(shape) <= _MOST_ELEMENTS:
+        return shape
+    return [extent if place == rows else min(extent, 256) for place, extent in enumerate(shape)]
+
+
+def _takes_parts(hook: Hook, form: _Form, size: float) -> bool:
     try:
         with torch.no_grad(), redirect_stdout(StringIO()), other_generators_restored(), within_bounds():
-            if not with_rows:
-                return _adds_up(hook, [_made_up(gradient, extents, 1, device, seed) for seed in range(2)])
-            parts = [_made_up(gradient, extents, 2, device, seed) for seed in range(2)]
-            return _joins(hook, parts, with_rows[0])
+            return _agrees(hook, form, size)
     except Exception:  # whatever the user's code raises for made-up gradients
         return True
 
 
-def _adds_up(hook: Hook, parts: Sequence[Tensor]) -> bool:
-    first, second = (_passed(hook, part) for part in parts)
-    return _gives(hook, parts[0] + parts[1], first + second)
-
-
-def _joins(hook: Hook, parts: Sequence[Tensor], dim: int) -> bool:
-    return _gives(hook, torch.cat(list(parts), dim), torch.cat([_passed(hook, part) for part in parts], dim))
-
-
-def _gives(hook: Hook, whole: Tensor, expected: Tensor) -> bool:
-    found, again = _passed(hook, whole), _passed(hook, whole, seed=1)
-    return not torch.equal(found, again) or _is_near(found, expected)
+def _agrees(hook: Hook, form: _Form, size: float) -> bool:
+    parts = [_made_up(form, size, seed) for seed in range(2)]
+    passed = [_passed(hook, part) for part in parts]
+    if form.rows is None:
+        whole, expected, rounded = parts[0] + parts[1], passed[0] + passed[1], _ROUNDED_SUM
+    else:
+        whole, expected = torch.cat(parts, form.rows), torch.cat(passed, form.rows)
+        rounded = _ROUNDED.get(form.dtype, _ROUNDED_SUM)
+    found, again = _passed(hook, whole).nan_to_num(), _passed(hook, whole, seed=1).nan_to_num()
+    return not torch.equal(found, again) or _is_near(found, expected.nan_to_num(), rounded)
 
 
 def _passed(hook: Hook, gradient: Tensor, seed: int = 0) -> Tensor:
@@ -71,17 +91,12 @@ def _passed(hook: Hook, gradient: Tensor, seed: int = 0) -> Tensor:
     return made if isinstance(made, Tensor) else given
 
 
-def _is_near(found: Tensor, expected: Tensor) -> bool:
+def _is_near(found: Tensor, expected: Tensor, rounded: float) -> bool:
     if found.shape != expected.shape:
         return False
-    if not found.numel():
-        return True
-    largest = torch.maximum(found.abs().max(), expected.abs().max())
-    return bool((found - expected).abs().max() <= _FAR * largest)
+    return not found.numel() or bool((found - expected).abs().max() <= rounded * expected.abs().max())
 
 
-def _made_up(like: Tensor, extents: Sequence[Dim | None], rows: int, device: torch.device, seed: int) -> Tensor:
-    shape = [extent.at(rows) for extent in extents if extent is not None]
-    with torch_draws(seed, device):
-        sizes = 10 ** (torch.rand(shape, device=device) * 2 * _DECADES - _DECADES)
-        return (torch.randn(shape, device=device) * sizes).to(like.dtype)
+def _made_up(form: _Form, size: float, seed: int) -> Tensor:
+    with torch_draws(seed, form.device):
+        return (torch.randn(form.shape, device=form.device) * size).to(form.dtype)

@@ -45,14 +45,20 @@ def fake_of(
 
 
 class ShapeQuestions(symbolic_shapes.ShapeEnv):
-    """Symbolic sizes whose guards can be answered and watched by those who inherit from it. Public: none."""
+    """Symbolic sizes whose guards can be answered and watched by those who inherit from it. Public: none.
+
+    Attributes:
+        asked_aside: how many guards were asked under ``suppress_guards``, which leave nothing.
+    """
+
+    asked_aside = 0
 
     def answer(self, expr: sympy.Basic) -> sympy.Basic | None:
         """The answer to a question about data; None leaves torch's error as it is."""
         return None
 
     def answered(self, expr: sympy.Basic, answer: sympy.Basic) -> None:
-        """Sees every guard right after its answer, but for those under ``suppress_guards``, which leave nothing."""
+        """Sees every other guard right after its answer."""
 
     def granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
         """Sees an extent that data tell, and what an operator takes it for: something that no data tell."""
@@ -91,7 +97,9 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
             if answer is None:
                 raise
             self.pending_fresh_unbacked_symbols.clear()
-        if not self._suppress_guards_tls():
+        if self._suppress_guards_tls():
+            self.asked_aside += 1
+        else:
             self.answered(sym_node.expr, answer)
         return answer
 

@@ -237,7 +237,6 @@ class Session:
         self.attributes = AttributeLog(model, self.tracker)
         self.apart = partial(_apart, self.tracker, self.attributes)
         self.tree = Tree(model)
-        self.backwards = UntracedBackwards()
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
         batch = Batch(self.inputs, per_row, rows)
         own = self.tracker, sample_device, batch, answers.before
@@ -251,6 +250,7 @@ class Session:
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
+        self.backwards = UntracedBackwards(self.tracker, self.shape_env)
         self.symbol: sympy.Expr | None = None
         self.mode = TraceMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
         self.leaf_paths = list(leaf_modules)
@@ -305,18 +305,9 @@ class Session:
             attributes_restored=self.attributes.restoring,
         )
         if self.backwards:
-            self._try_backwards(call.state)
+            with self.attributes.restoring(), self.mode:
+                self.backwards.try_all()
         return traced
-
-    def _try_backwards(self, state: dict[str, Tensor]) -> None:
-        """What they ask of the number of rows says nothing of the trace, which has ended."""
-        with (
-            self.attributes.restoring(),
-            reparametrized(self.sample.model, state),
-            self.mode,
-            self.shape_env.suppress_guards(),
-        ):
-            self.backwards.refuse_seeing_ranks(self.tracker)
 
     def whole_calls(self) -> list[WholeCall]:
         """What stays whole."""
