@@ -261,3 +261,19 @@ class _Penalised(_AtTheEnd):
 def hook_of_a_penalty(job: Job) -> None:
     """A hook in the forward scales the gradient of a penalty on parameters, which is added to the loss."""
     fit(job, _Penalised(), pairs)
+
+
+class _Noting(_Hooked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.zeros(()))
+
+    def changed(self, gradient: Tensor) -> Tensor:
+        self.size.mul_(0.9).add_(gradient.norm())
+        return gradient
+
+
+@refused("CaptureError", "changes a tensor in place", instead="use gradients of parameters after `backward()`")
+def hook_that_changes_a_buffer(job: Job) -> None:
+    """A hook in the forward keeps a running norm of gradients in a buffer."""
+    _inside(job, _Noting())

@@ -63,7 +63,7 @@ class UntracedBackwards:
         What they ask of the number of rows says nothing of the trace, which has ended.
 
         Raises:
-            CaptureError: one of them counts the ranks or talks with them.
+            CaptureError: one of them counts the ranks or talks with them, or a hook changes a tensor.
             UntraceableError: a hook uses a tensor, or a number of rows, of the forward.
         """
         with (
@@ -78,20 +78,25 @@ class UntracedBackwards:
                 with suppress(Exception):
                     function()
             for hook, tensor, place in self._hooks:
-                if self._uses_forward(hook, tensor):
-                    cause = "a hook of gradients uses what its forward has computed, which other calls have anew"
-                    raise UntraceableError(f"{place} cannot be captured: {cause}", place, cause)
+                self._refuse_beside(hook, tensor, place)
             if refused and several_ranks():
                 raise refused[0]
 
-    def _uses_forward(self, hook: Hook, tensor: Tensor) -> bool:
+    def _refuse_beside(self, hook: Hook, tensor: Tensor, place: Place) -> None:
         # Its extents are plain numbers: what asks for a symbol asks for one of the forward.
         shape = [hint(size) if isinstance(size, torch.SymInt) else size for size in tensor.shape]
         gradient = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
         asked = self._shape_env.asked_aside
         with suppress(Exception), ForeignOperands(gradient) as seen:
             hook(gradient)
-        return seen.found or self._shape_env.asked_aside > asked
+        if seen.found or self._shape_env.asked_aside > asked:
+            cause = "a hook of gradients uses what its forward has computed, which other calls have anew"
+            raise UntraceableError(f"{place} cannot be captured: {cause}", place, cause)
+        if seen.changes:
+            raise CaptureError(
+                f"a hook of gradients at {place} changes a tensor in place, as each rank would for gradients that "
+                "it has: compute that from gradients of parameters after backward()"
+            )
 
 
 @contextmanager
