@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -50,14 +50,14 @@ def refuse_hooks_of_results(captured: Captured, facts: GraphFacts, tail: TailPar
     """
     results = {item.value for item in tail.joined} & set(facts.outputs)
     for op in tail.ops:
-        if isinstance(captured.op_nodes[op].target, GradientHook) and not results.isdisjoint(facts.ops[op].operands):
+        if _is_hook(captured.op_nodes[op]) and not results.isdisjoint(facts.ops[op].operands):
             raise CaptureError(
                 f"{captured.place(op)} gives a hook to what the model returns for all rows, such as a loss; give it to "
                 "the result of the call: loss = model(...); loss.register_hook(...)"
             )
 
 
-def refuse_hooks_of_copies(captured: Captured, parts: Parts, tail: Iterable[fx.Node]) -> None:
+def refuse_hooks_of_copies(captured: Captured, parts: Parts, tail: Sequence[fx.Node]) -> None:
     """Finds out that what has a hook is computed in one place: what depends on no rows is, wherever it is used.
 
     Args:
@@ -68,17 +68,17 @@ def refuse_hooks_of_copies(captured: Captured, parts: Parts, tail: Iterable[fx.N
     Raises:
         CaptureError: something is computed in a second place, where it has no hook.
     """
-    places = [{captured.op_nodes[op] for op in part.ops} for part in parts.stages]
+    hooks = list(filter(_is_hook, (*captured.op_nodes, *tail)))
+    places = [{captured.op_nodes[op] for op in part.ops} for part in parts.stages] if hooks else []
     places.append(set(tail))
-    for ops in places:
-        for node in filter(_is_hook, ops):
-            maker = _maker(node)
-            if any(maker in others and node not in others for others in places):
-                raise CaptureError(
-                    f"{place_of(node)} gives a hook to what is made of parameters alone and used by several Stages, or "
-                    "beside what all rows have made together, such as a loss: each has its own, and gradients of its "
-                    "own; give the parameters hooks before the first call, outside of the forward"
-                )
+    for node in hooks:
+        maker = _maker(node)
+        if any(maker in ops and node not in ops for ops in places):
+            raise CaptureError(
+                f"{place_of(node)} gives a hook to what is made of parameters alone and used by several Stages, or "
+                "beside what all rows have made together, such as a loss: each has its own, and gradients of its own; "
+                "give the parameters hooks before the first call, outside of the forward"
+            )
 
 
 def _is_hook(node: fx.Node) -> bool:

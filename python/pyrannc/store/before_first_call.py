@@ -49,11 +49,12 @@ def _watch_steps() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _never_called or process.get_world_size() == 1:
         return
-    listed = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
-    for module in list(_never_called) if listed else ():
+    grads = {id(param): param.grad for group in optimizer.param_groups for param in group["params"]}
+    for module in list(_never_called):
         for name, param in module.named_parameters():
+            grad = grads.get(id(param))
             # With gradients of zeros, some make an optimizer's state before they load one.
-            if id(param) in listed and param.grad is not None and (param.grad.is_sparse or param.grad.any()):
+            if grad is not None and (grad.is_sparse or grad.any()):
                 raise RaNNCError(
                     f'optimizer.step() would train parameter "{name}" on what each rank has by itself: the model is '
                     "wrapped, but what RaNNCModule has made was never called, and nothing else is spread over the "

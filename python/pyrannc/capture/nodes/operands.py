@@ -34,6 +34,12 @@ def named_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return named
 
 
+def written_arguments(op: OpOverload, named: Mapping[str, Any]) -> list[Any]:
+    """What an op writes in place by its schema, of what it is given by name."""
+    written = (item for item in schema(op).arguments if item.alias_info is not None and item.alias_info.is_write)
+    return [named[item.name] for item in written]
+
+
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The tensors that the node writes in place."""
     changes: Sequence[int] = getattr(node.target, "changes", ())
@@ -46,10 +52,7 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     if flag is None and not written.is_mutable:
         return []
     named = arguments(node)
-    mutated = []
-    for argument in written.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            mutated.extend(nodes_in(named[argument.name]))
+    mutated = nodes_in(written_arguments(node.target, named))
     if flag is not None and named[flag]:
         mutated.extend(nodes_in([named["running_mean"], named["running_var"]]))
     return mutated

@@ -28,6 +28,7 @@ _ASSERTIONS = (
     "aten::sym_constrain_range",
     "aten::sym_constrain_range_for_size",
 )
+# The begin and the end of what profilers show under a name (torch.profiler.record_function).
 _MARKS = ("profiler::_record_function_enter", "profiler::_record_function_enter_new", "profiler::_record_function_exit")
 # Composite ops that return their operand, or a view of it, when they can.
 _MAY_RETURN_VIEW = {
@@ -54,24 +55,23 @@ def target_name(target: Any) -> str:
 
 def is_assertion(node: fx.Node) -> bool:
     """True for a check that the tracer added and no run needs."""
-    return isinstance(node.target, OpOverload) and schema(node.target).name in _ASSERTIONS
-
-
-def is_mark(node: fx.Node) -> bool:
-    """True for the begin or the end of what profilers show under a name (``torch.profiler.record_function``)."""
-    return isinstance(node.target, OpOverload) and schema(node.target).name in _MARKS
+    return _is_one_of(_ASSERTIONS, node)
 
 
 def takes_form_alone(node: fx.Node) -> bool:
     """True for what takes nothing but the form of its operand, so that no gradient passes to it."""
-    return isinstance(node.target, OpOverload) and schema(node.target).name in _OF_FORM
+    return _is_one_of(_OF_FORM, node)
+
+
+def _is_one_of(names: Sequence[str], node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and schema(node.target).name in names
 
 
 def has_effect(node: fx.Node) -> bool:
     """True when the node must stay even if nobody uses its result."""
     if node.op in ("placeholder", "output"):
         return True
-    if is_assertion(node) or is_mark(node):
+    if is_assertion(node) or _is_one_of(_MARKS, node):
         return False
     target = node.target
     if isinstance(target, OpOverload):

@@ -16,10 +16,12 @@ from pyrannc.capture.nodes.chance import other_generators_restored, torch_draws
 from pyrannc.capture.nodes.dims import Dim
 from pyrannc.capture.nodes.untraced_backwards import Hook
 
+from .trial import RELATIVE
+
 _SIZES = (1.0, 1e-3, 0.03, 30.0)
 """Of made-up gradients, for hooks that begin at some size, add something, or raise an error for others."""
-_ROUNDED = {torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-8}
-"""By how much of the largest element those of parts may differ by."""
+_ROUNDED = RELATIVE | {torch.bfloat16: 3e-2}
+"""By how much of the largest element those of parts may differ: hooks round less often than whole sub-modules."""
 _ROUNDED_SUM = 0.02
 """Likewise of sums, which some hooks round to narrow types."""
 _MOST_ELEMENTS = 1 << 24

@@ -43,7 +43,7 @@ _LAWS = (_Law(1.0, 0.0), _Law(1.0, 1.0), _Law(1.0, -1.0), _Law(10.0, 0.0), _Law(
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FIRST_INTEGERS = (0, 1)
 """The second where nothing can be tried with the first: no sequence has a length of 0."""
-_RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
+RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
 _TYPICAL = 0.2
 """Share of what one element may differ by that all of them may, by root mean square: few roundings are so large."""
 _NOISE = 8.0
@@ -405,13 +405,13 @@ class _Trial:
         """
         if not expected.is_floating_point():
             return torch.equal(found, expected)
-        kind = max({expected.dtype, *self._seen.kinds} & _RELATIVE.keys(), key=_RELATIVE.__getitem__, default=None)
+        kind = max({expected.dtype, *self._seen.kinds} & RELATIVE.keys(), key=RELATIVE.__getitem__, default=None)
         if kind is None:
             return torch.equal(found, expected)
         noise, difference = _NOISE * torch.finfo(kind).eps * largest, found.double() - expected.double()
-        if _largest(difference) > max(_RELATIVE[kind] * _largest(expected), noise):
+        if _largest(difference) > max(RELATIVE[kind] * _largest(expected), noise):
             return False
-        return summed or _typical(difference) <= _TYPICAL * max(_RELATIVE[kind] * _typical(expected), noise)
+        return summed or _typical(difference) <= _TYPICAL * max(RELATIVE[kind] * _typical(expected), noise)
 
     def _run(self, part: tuple[int, int], seeds: list[Tensor]) -> list[Tensor | None]:
         """Results and gradients of what has rows, then the gradients of what has none."""
