@@ -10,7 +10,7 @@ from torch.optim import SGD
 from tests.contract.habit import alike, equal
 from tests.contract.job import Job
 from tests.contract.settings import SPREAD
-from tests.contract.training import WIDTH, Chain, Returns, learn, pairs, single
+from tests.contract.training import WIDTH, Chain, Returns, fit, learn, pairs, single
 
 
 class _Dropped(Chain):
@@ -119,12 +119,7 @@ def masks_of_plans(job: Job) -> None:
 @alike(settings=SPREAD, note="it is another one than that of the plain model")
 def training_with_dropout(job: Job) -> None:
     """A training with dropout is the same under every Plan."""
-    net = Returns(_Dropped(), F.mse_loss)
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer)
-    for step in range(3):
-        learn(job, model, optimizer, step=step)
-    job.state(model)
+    fit(job, Returns(_Dropped(), F.mse_loss), pairs)
 
 
 @alike(settings=SPREAD, note="they are not those that the plain model draws")
@@ -149,12 +144,7 @@ class _Signed(Chain):
 @alike(settings=SPREAD, note="they are not those that the plain model draws")
 def signs_of_activations(job: Job) -> None:
     """The model changes signs at random of what it computes (`torch.randint_like(y, 2)`), and is trained."""
-    net = Returns(_Signed(), F.mse_loss)
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer)
-    for step in range(2):
-        learn(job, model, optimizer, step=step)
-    job.state(model)
+    fit(job, Returns(_Signed(), F.mse_loss), pairs)
 
 
 @equal()

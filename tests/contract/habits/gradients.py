@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,8 +33,11 @@ class _Hooked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
         if y.requires_grad:
-            y.register_hook(self.changed)
+            y.register_hook(self.hook(x, y))
         return y
+
+    def hook(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+        return self.changed
 
     def changed(self, gradient: Tensor) -> Tensor:
         return gradient.clamp(-0.01, 0.01)
@@ -95,11 +100,8 @@ def hook_of_all_rows_together(job: Job) -> None:
 
 
 class _Form(_Hooked):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient / y.shape[-1])
-        return y
+    def hook(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda gradient: gradient / y.shape[-1]
 
 
 @equal()
@@ -109,11 +111,8 @@ def hook_with_a_width_of_the_forward(job: Job) -> None:
 
 
 class _PerRow(_Hooked):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient / len(x))
-        return y
+    def hook(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda gradient: gradient / len(x)
 
 
 @warned("uses what its forward has computed", instead="divide the loss, or the gradients after `backward()`")
@@ -130,10 +129,16 @@ class _AtTheEnd(nn.Module):
         self.chain = Chain()
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        loss = F.mse_loss(self.chain(x), target).sqrt()
+        loss = self.loss(x, target)
         if loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient / (gradient.norm() + 1.0))
+            loss.register_hook(self.changed)
         return loss
+
+    def loss(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.chain(x), target).sqrt()
+
+    def changed(self, gradient: Tensor) -> Tensor:
+        return gradient / (gradient.norm() + 1.0)
 
 
 @equal()
@@ -143,11 +148,8 @@ def hook_where_rows_have_met(job: Job) -> None:
 
 
 class _Loss(_AtTheEnd):
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        loss = F.mse_loss(self.chain(x), target)
-        if loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient * 0.5)
-        return loss
+    def loss(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.chain(x), target)
 
 
 @refused("CaptureError", "what the model returns for all rows", instead="`loss = model(...); loss.register_hook(...)`")
@@ -168,12 +170,9 @@ def hook_of_the_loss_outside(job: Job) -> None:
 
 
 class _Weighed(_Hooked):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
+    def hook(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
         weights = torch.sigmoid(x.detach())
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient * weights)
-        return y
+        return lambda gradient: gradient * weights
 
 
 @warned(
@@ -185,12 +184,9 @@ def hook_with_tensors_of_the_forward(job: Job) -> None:
 
 
 class _WeighedInAList(_Hooked):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
+    def hook(self, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
         kept = {"weights": [torch.sigmoid(x.detach())]}
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient * kept["weights"][0])
-        return y
+        return lambda gradient: gradient * kept["weights"][0]
 
 
 @warned("uses what its forward has computed", instead="likewise")
