@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pyrannc
+from pyrannc.capture.torch_internals.graphs import Graph
 from pyrannc.job import process
 from pyrannc.runtime import recording
 from pyrannc.runtime.cuda_graph import Recording
@@ -22,17 +23,19 @@ from tests.ranks import RankPool
 Ranks = Callable[[int], RankPool]
 
 
-def _both(ranks: Ranks, loops: dict[str, Loop], name: str, steps: int) -> tuple[list[Trained], list[Trained]]:
+def _job(name: str, steps: int, graphs: str) -> Trained:
+    return train({**LOOPS, **KEPT_AS_THEY_ARE}[name], steps, graphs)
+
+
+def _both(
+    ranks: Ranks, loops: dict[str, Loop], name: str, steps: int, job: Callable[[str, int, str], Trained] = _job
+) -> tuple[list[Trained], list[Trained]]:
     common = {"RANNC_PROFILE": "never", "RANNC_COMPILE_SPANS": "off", **loops[name].env}
     off, replayed = (
-        ranks(2).run(_job, name, steps, graphs, env={**common, "RANNC_CUDA_GRAPHS": graphs})
+        ranks(2).run(job, name, steps, graphs, env={**common, "RANNC_CUDA_GRAPHS": graphs})
         for graphs in ("off", "auto")
     )
     return off, replayed
-
-
-def _job(name: str, steps: int, graphs: str) -> Trained:
-    return train({**LOOPS, **KEPT_AS_THEY_ARE}[name], steps, graphs)
 
 
 def _differences(off: list[Trained], replayed: list[Trained]) -> list[str]:
@@ -72,6 +75,23 @@ def test_what_no_graph_can_hold(name: str, ranks: Ranks) -> None:
     assert _differences(off, carried_out) == []
     assert "0 of 1 kinds of steps are replayed" in carried_out[0].recorded
     assert "because" in carried_out[0].recorded
+
+
+def _on_a_late_stream(name: str, steps: int, graphs: str) -> Trained:
+    """Where recordings are made, what torch does unrecorded is not over when they are replayed."""
+    begin = Graph.capture_begin
+
+    def late(graph: Graph, *args: Any, **kwargs: Any) -> None:
+        torch.cuda._sleep(1 << 30)
+        begin(graph, *args, **kwargs)
+
+    with patch.object(Graph, "capture_begin", late):
+        return _job(name, steps, graphs)
+
+
+@pytest.mark.parametrize("name", ["zeroed_between, loss inside", "zeroed_between, loss outside"])
+def test_first_replays_draw_as_the_others(name: str, ranks: Ranks) -> None:
+    assert _differences(*_both(ranks, LOOPS, name, 5, _on_a_late_stream)) == []
 
 
 def _one_after_another() -> list[str]:

@@ -139,7 +139,10 @@ class Recording:
             self.task.context.randomness.recorded(self._draws),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
+            stream = torch.cuda.current_stream()
             yield
+        # torch has set the generators for the recording there, unrecorded: seeds of a replay come after that.
+        torch.cuda.current_stream().wait_stream(stream)
 
     def serves(self, inputs: OfBatch, inside: Mapping[int, Tensor]) -> bool:
         """True where a replay would be the run of a call."""
