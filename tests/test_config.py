@@ -121,7 +121,7 @@ def test_errors_in_the_file(folder: Path, text: str, message: str) -> None:
         (
             "RANNC_MEM_LIMIT_BG",
             "4",
-            "environment variable RANNC_MEM_LIMIT_BG is not a configuration item; did you mean",
+            "environment variable RANNC_MEM_LIMIT_BG is not a configuration item; did you mean 'RANNC_MEM_LIMIT_GB'?",
         ),
         ("RANNC_MEM_LIMIT_GB", "4G", "environment variable RANNC_MEM_LIMIT_GB must be a number, not '4G'"),
         ("RANNC_MEM_LIMIT_GB", "", "environment variable RANNC_MEM_LIMIT_GB must be a number, not ''"),
@@ -140,6 +140,11 @@ def test_errors_in_the_environment(folder: Path, name: str, text: str, message: 
     with pytest.raises(ConfigError) as caught:
         load({name: text}, folder)
     assert str(caught.value).startswith(message)
+
+
+def test_what_is_like_no_item(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="variable RANNC_ALLOW_UNCUT is not a configuration item$"):
+        load({"RANNC_ALLOW_UNCUT": "1"}, folder)
 
 
 @pytest.mark.parametrize(

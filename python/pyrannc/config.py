@@ -245,9 +245,8 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, object, str
 
 def _meant(source: str, name: str, known: Mapping[str, object]) -> str:
     """The nearest item, spelled as its source spells items."""
-    if source.startswith("environment"):
-        return nearest(_PREFIX + name.upper(), [_PREFIX + item.upper() for item in known])
-    return nearest(name, known)
+    spelled = (lambda item: _PREFIX + item.upper()) if source.startswith("environment") else str
+    return nearest(name, known, spelled)
 
 
 def _convert(item: Field[Any], raw: object, source: str) -> Value:
