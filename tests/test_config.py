@@ -143,7 +143,7 @@ def test_errors_in_the_environment(folder: Path, name: str, text: str, message: 
 
 
 def test_what_is_like_no_item(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="variable RANNC_ALLOW_UNCUT is not a configuration item$"):
+    with pytest.raises(ConfigError, match=r"variable RANNC_ALLOW_UNCUT is not a configuration item$"):
         load({"RANNC_ALLOW_UNCUT": "1"}, folder)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.capture.tracing import X, fake_mode, traced
 from torch import Tensor, distributed, fx, nn
+from torch.distributions import Distribution, Normal
 from torch.nn.attention.flex_attention import flex_attention
 
 from pyrannc.capture.torch_internals import patching, symbols, tracing
@@ -58,6 +59,56 @@ def test_MODULE_CALL() -> None:
 
 def test_MODULE_TO() -> None:
     assert calls_seen(patching.MODULE_TO, lambda: nn.Linear(1, 1).to(torch.float64)) == 1
+
+
+def test_DISTRIBUTION_INIT() -> None:
+    assert calls_seen(patching.DISTRIBUTION_INIT, lambda: Normal(X, 1.0)) == 1
+
+
+def test_VALIDATE_SAMPLE() -> None:
+    assert calls_seen(patching.VALIDATE_SAMPLE, lambda: Normal(X, 1.0).log_prob(X)) == 1
+
+
+def test_IS_ALL_TRUE() -> None:
+    # Of both parameters, and of the sample.
+    assert calls_seen(patching.IS_ALL_TRUE, lambda: Normal(X, 1.0).log_prob(X)) == 3
+
+
+def test_asks_of_data() -> None:
+    assert [patching.asks_of_data(Normal(X, 1.0, validate_args=told)) for told in (None, True, False)] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_methods_of_samples() -> None:
+    class Own(Normal):
+        def cdf(self, value: Tensor) -> Tensor:
+            return value
+
+        def log_prob(self, value: Tensor) -> Tensor:
+            self._validate_sample(value)
+            return value
+
+    found = [(point.owner, point.name) for point in patching.methods_of_samples()]
+    assert {(Normal, "cdf"), (Normal, "log_prob"), (Own, "log_prob")} < set(found)
+    assert (Own, "cdf") not in found
+    assert (Distribution, "log_prob") not in found
+
+
+def test_parameter_in_question() -> None:
+    found = []
+
+    def note(valid: Tensor) -> bool:
+        found.append(patching.parameter_in_question())
+        return bool(valid.all())
+
+    with patching.IS_ALL_TRUE.replaced_by(note):
+        Normal(X, 1.0).log_prob(X)
+        torch._is_all_true(X > 0)
+    assert sorted(found[:2]) == ["loc", "scale"]
+    assert found[2:] == ["", None]
 
 
 def test_IS_GRAD_ENABLED() -> None:

@@ -79,7 +79,7 @@ pub(crate) fn follow(
 /// `view` of `aten.view.default`.
 fn packet(target: &str) -> Option<&str> {
     let mut parts = target.splitn(3, '.');
-    if parts.next() == Some("aten") { parts.next() } else { None }
+    if matches!(parts.next(), Some("aten" | "pyrannc")) { parts.next() } else { None }
 }
 
 fn by_extents(value: &Value) -> RowState {

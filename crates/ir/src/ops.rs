@@ -135,7 +135,8 @@ impl RowRule {
 const DIM1: Slot = (1, "dim");
 const REDUCE_DIM: RowRule = RowRule::Reduce { dims: DIM1, keep: Some((2, "keepdim")), over: Over::Other };
 
-/// The rule of an operator of torch, by the name of its packet, e.g. `add` of `aten.add.Tensor`.
+/// The rule of an operator of torch, or of `pyrannc` itself, by the name of its packet, e.g. `add` of
+/// `aten.add.Tensor`.
 pub(crate) fn row_rule(packet: &str) -> Option<RowRule> {
     let rule = of_name(packet);
     if rule.is_some() || packet.ends_with("__") {
@@ -178,6 +179,7 @@ fn of_name(name: &str) -> Option<RowRule> {
         | "arcsin"
         | "arctan"
         | "arctan2"
+        | "as_valid"
         | "asin"
         | "asinh"
         | "atan"

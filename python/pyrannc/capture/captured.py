@@ -23,6 +23,7 @@ from .nodes.operands import mutated_arguments
 from .nodes.ops import aliased_arguments
 from .nodes.row_conditions import RowCondition, first_other, other_rows
 from .nodes.untraceable import KeptWhole, UntraceableError, WholeModules
+from .nodes.validity import refuse_unasked
 from .options import NO_OPTIONS, CaptureOptions
 from .passes.clean import CleanGraph, clean, place_of
 from .passes.data_dependent import ReturnedExtentsError
@@ -279,6 +280,7 @@ def capture_sample(
             name, mode = _qualified_name(model), model.training
             with no_autocast():
                 cleaned = clean(traced, apart=apart)
+                refuse_unasked(traced.questions, cleaned.gm.graph)
                 known = row_wise, options.row_wise_modules, [*told.by_ops, *tried_together]
                 lowered = lower(
                     traced, cleaned, name, mode, max(1, rows), *known,

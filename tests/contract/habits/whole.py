@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Distribution, Normal, StudentT, kl_divergence
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.optim import SGD
 
@@ -556,7 +556,7 @@ class _PolicyGradient(nn.Module):
         return loss
 
 
-@refused("CaptureError", "given validate_args=False", instead="`Categorical(..., validate_args=False)`")
+@equal()
 def distribution_of_a_sub_module(job: Job) -> None:
     """A sub-module returns a `torch.distributions.Categorical`, which looks whether what it is given is valid."""
     fit(job, _PolicyGradient(), classes)
@@ -566,6 +566,53 @@ def distribution_of_a_sub_module(job: Job) -> None:
 def distribution_that_checks_nothing(job: Job) -> None:
     """The same, with `validate_args=False`."""
     fit(job, _PolicyGradient(checks=False), classes)
+
+
+class _Around(nn.Module):
+    """A distribution around what a chain makes."""
+
+    def __init__(self, kind: type[Normal] | type[StudentT]) -> None:
+        super().__init__()
+        self.mean, self.spread = Chain(3), Chain(3)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Distribution:
+        mean, spread = self.mean(x), F.softplus(self.spread(x))
+        return Normal(mean, spread) if self.kind is Normal else StudentT(spread, mean)
+
+
+class _Likely(nn.Module):
+    """How likely targets are."""
+
+    def __init__(self, kind: type[Normal] | type[StudentT] = Normal) -> None:
+        super().__init__()
+        self.around = _Around(kind)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        found = self.around(x)
+        loss: Tensor = -found.log_prob(target).mean()
+        return loss if self.around.kind is StudentT else loss + kl_divergence(found, Normal(0.0, 1.0)).mean()
+
+
+@equal()
+def distributions_of_what_is_computed(job: Job) -> None:
+    """`torch.distributions.Normal(mean, spread)` of what the model computes, with `log_prob` and `kl_divergence`."""
+    fit(job, _Likely(), pairs)
+
+
+@refused("ValueError", "loc of torch.distributions.Normal at", "is not valid", apart=True, instead="as one process")
+def distribution_of_what_is_not_valid(job: Job) -> None:
+    """The same, and a later batch makes the model compute no numbers."""
+    model = job.wrap(_Likely())
+    x, target = job.batch(pairs)
+    model(x, target).backward()
+    model(x * float("nan"), target)
+
+
+@refused("CaptureError", "given validate_args=False", instead="`StudentT(..., validate_args=False)`")
+def distribution_with_another_inside(job: Job) -> None:
+    """A sub-module returns a `StudentT`, which has another distribution inside that nothing is asked of."""
+    fit(job, _Likely(StudentT), pairs)
 
 
 class _Forces(nn.Module):

@@ -120,5 +120,6 @@ _DOMAINS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "poisson.default": ("self", _are_rates),
     "_assert_async.default": ("self", Tensor.bool),
     "_assert_async.msg": ("self", Tensor.bool),
+    "as_valid.default": ("valid", Tensor.bool),
 }
 """By operator, an argument, and where in it an operator can go on."""

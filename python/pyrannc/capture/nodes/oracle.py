@@ -36,6 +36,7 @@ from .operands import written_memory
 from .questions import question
 from .row_conditions import ROWS, RowCondition, is_of_many
 from .untraceable import UntraceableError
+from .validity import BY_DISTRIBUTIONS
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
 _REDRAWS = 16
@@ -303,7 +304,7 @@ class Oracle:
             if not may_take and self._assumes < needed:
                 cause = f"it decides by what it computes ({expr})"
                 if distribution_asks():
-                    cause += ", as torch.distributions looks whether it is valid, unless given validate_args=False"
+                    cause += BY_DISTRIBUTIONS
                 raise UntraceableError(f"{here}: {cause}", here, cause, may_assume=needed)
             if not may_take and assumed and again is None:
                 raise CaptureError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor, distributed, nn
 from torch._functorch import eager_transforms
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed import distributed_c10d
+from torch.distributions import Distribution
 from torch.fx.experimental import proxy_tensor
 
 from .fakes import FakeTensor
@@ -89,6 +91,41 @@ RUN_BACKWARD = PatchPoint(torch.autograd, "_engine_run_backward")
 
 DERIVATIVES = tuple(PatchPoint(eager_transforms, f"{_kind}_increment_nesting") for _kind in ("grad", "jvp"))
 """Entered by ``torch.func.grad``, ``vjp``, ``jvp``, ``hessian`` and the like. Public: none."""
+
+DISTRIBUTION_INIT = PatchPoint(Distribution, "__init__")
+VALIDATE_SAMPLE = PatchPoint(Distribution, "_validate_sample")
+"""What they ask of data becomes Ops. Public: ``validate_args=False``, with which nobody asks."""
+IS_ALL_TRUE = PatchPoint(torch, "_is_all_true")
+"""So distributions ask. Public: ``Tensor.all``."""
+
+
+def asks_of_data(distribution: Any) -> bool:
+    """Whether a distribution looks if what it is given is valid. Public: only what it was told."""
+    return bool(distribution._validate_args)
+
+
+_CODE_OF_INIT, _CODE_OF_VALIDATE = Distribution.__init__.__code__, Distribution._validate_sample.__code__
+
+
+def parameter_in_question() -> str | None:
+    """What the caller of its caller asks about: the name of a distribution's parameter, empty for a sample; None where
+    it is no distribution. Public: none."""
+    frame = sys._getframe(2)
+    if frame.f_code is _CODE_OF_INIT:
+        return str(frame.f_locals["param"])
+    return "" if frame.f_code is _CODE_OF_VALIDATE else None
+
+
+def methods_of_samples() -> list[PatchPoint]:
+    """The methods of distributions that look whether a sample is valid. Public: their names."""
+    classes = [Distribution]
+    for each in classes:
+        classes += each.__subclasses__()
+    points = [PatchPoint(each, name) for each in dict.fromkeys(classes) for name in _OF_SAMPLES if name in vars(each)]
+    return [point for point in points if "_validate_sample" in point.original.__code__.co_names]
+
+
+_OF_SAMPLES = ("cdf", "icdf", "log_prob")
 
 IS_GRAD_ENABLED = PatchPoint(torch, "is_grad_enabled")
 """A trace records gradients also for calls that do not. Public: none."""

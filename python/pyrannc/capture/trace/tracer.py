@@ -26,6 +26,7 @@ from pyrannc.capture.nodes.oracle import Batch, BatchShapeEnv, Oracle, draws
 from pyrannc.capture.nodes.row_conditions import RowCondition
 from pyrannc.capture.nodes.untraceable import UntraceableError
 from pyrannc.capture.nodes.untraced_backwards import UntracedBackwards
+from pyrannc.capture.nodes.validity import Question, Validity
 from pyrannc.capture.reads.as_one_process import as_one_process
 from pyrannc.capture.reads.assumptions import (
     FROM_ARGUMENTS,
@@ -123,6 +124,7 @@ class Trace:
         left: plain values that the call sets attributes to.
         new_tree: the sub-modules that it leaves, where they are others than before.
         limits: what it sets to parameters, which is not in the trace.
+        questions: what Ops of it ask.
         attributes_restored: at its end, Python attributes of the model are as they were before the trace.
     """
 
@@ -146,6 +148,7 @@ class Trace:
     new_tree: NewTree | None
     along_rows: Place | None
     limits: list[Limit]
+    questions: Sequence[Question]
     attributes_restored: Callable[[], AbstractContextManager[None]]
 
 
@@ -251,6 +254,7 @@ class Session:
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
         self.backwards = UntracedBackwards(self.tracker, self.shape_env)
+        self.validity = Validity(self.tracker)
         self.symbol: sympy.Expr | None = None
         self.mode = TraceMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
         self.leaf_paths = list(leaf_modules)
@@ -302,6 +306,7 @@ class Session:
             new_tree=call.new_tree,
             along_rows=call.along_rows,
             limits=take_limits(gm.graph, self.params.names),
+            questions=self.validity.questions,
             attributes_restored=self.attributes.restoring,
         )
         if self.backwards:
@@ -379,6 +384,7 @@ class Session:
             stack.enter_context(control_flow_as_ops(self.tracker))
             stack.enter_context(flex_attention_as_op(self.tracker))
             stack.enter_context(captured_tensor_hooks(self.backwards))
+            stack.enter_context(self.validity.as_ops())
             stack.enter_context(traced_data())
             stack.enter_context(idle_module_moves())
             stack.enter_context(TENSOR_META.replaced_by(lambda _tensor: None))
