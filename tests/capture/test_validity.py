@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.distributions import (
     StudentT,
     TanhTransform,
     TransformedDistribution,
+    constraints,
 )
 
 from pyrannc._native import Graph
@@ -40,6 +43,13 @@ class Net(nn.Module):
         return self.function(self.mean(x), F.softplus(self.spread(x)))
 
 
+@pytest.fixture(autouse=True)
+def _validating() -> Iterator[None]:
+    """As where nobody has used torch.compile yet."""
+    with patch.object(Distribution, "_validate_args", True):
+        yield
+
+
 def likely(
     around: Callable[[Tensor, Tensor], Distribution], sample: Callable[[Tensor], Tensor] = torch.exp
 ) -> Function:
@@ -51,6 +61,27 @@ def _within_one(numbers: Tensor) -> Tensor:
     return numbers.tanh() * 0.9
 
 
+class Rate(Distribution):
+    """Has what it is given, rather than a view of it."""
+
+    arg_constraints: ClassVar = {"rate": constraints.positive}
+    support = constraints.real
+
+    def __init__(self, rate: Tensor) -> None:
+        self.rate = rate
+        super().__init__(rate.shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        self._validate_sample(value)
+        return self.rate.log() - self.rate * value
+
+
+def _made_without_gradients(mean: Tensor, spread: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = Rate(spread)
+    return found.log_prob(mean)
+
+
 ASKED = {
     "normal": (likely(Normal), 3),
     "standard normal": (lambda mean, spread: Normal(0.0, 1.0).log_prob(mean / spread), 3),
@@ -58,10 +89,27 @@ ASKED = {
     "of several dimensions": (likely(lambda mean, spread: Independent(Normal(mean, spread), 1)), 3),
     "log-normal": (likely(LogNormal), 6),
     "transformed": (likely(lambda m, s: TransformedDistribution(Normal(m, s), TanhTransform()), _within_one), 4),
+    "made without gradients": (_made_without_gradients, 2),
     "drawn": (lambda mean, spread: Normal(mean, spread).rsample(), 2),
 }
 """A function of what a model computes, and how many Ops ask."""
+
+
+def _changed_behind(mean: Tensor, spread: Tensor) -> Tensor:
+    found = Normal(mean, spread)
+    mean.mul_(2)
+    return found.log_prob(mean.detach())
+
+
+def _changed_inside(mean: Tensor, spread: Tensor) -> Tensor:
+    found = Normal(mean, spread)
+    found.loc.mul_(2)
+    return found.log_prob(mean.detach())
+
+
 NOT_ASKED = {
+    "changed in place behind it": _changed_behind,
+    "changed in place inside of it": _changed_inside,
     "nobody reads it": lambda mean, spread: Normal(mean, spread).mean,
     "another one inside": likely(lambda mean, spread: StudentT(spread, mean)),
     "made of others when it is read": likely(lambda mean, spread: Beta(spread, spread), torch.sigmoid),

@@ -20,7 +20,7 @@ from .lower import Lowered, can_be_groups, is_tried, lower
 from .nodes.autocast import autocast_state, no_autocast
 from .nodes.dims import Dim
 from .nodes.operands import mutated_arguments
-from .nodes.ops import aliased_arguments
+from .nodes.ops import root_of
 from .nodes.row_conditions import RowCondition, first_other, other_rows
 from .nodes.untraceable import KeptWhole, UntraceableError, WholeModules
 from .nodes.validity import refuse_unasked
@@ -280,7 +280,7 @@ def capture_sample(
             name, mode = _qualified_name(model), model.training
             with no_autocast():
                 cleaned = clean(traced, apart=apart)
-                refuse_unasked(traced.questions, cleaned.gm.graph)
+                refuse_unasked(traced.questions, traced.gm.graph, cleaned.gm.graph)
                 known = row_wise, options.row_wise_modules, [*told.by_ops, *tried_together]
                 lowered = lower(
                     traced, cleaned, name, mode, max(1, rows), *known,
@@ -388,14 +388,7 @@ def _changed_inputs(traced: Trace) -> frozenset[int]:
 def _changed(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """What a raw trace changes in place, with the last node that does."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    return {_root(operand): node for node in calls for operand in mutated_arguments(node)}
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """What a view, or the result of a change in place, is memory of."""
-    while node.op == "call_function" and (operands := aliased_arguments(node)):
-        node = operands[0]
-    return node
+    return {root_of(operand): node for node in calls for operand in mutated_arguments(node)}
 
 
 def _as_later_calls(first: _Attempt, once: Callable[[], _Attempt]) -> _Attempt:

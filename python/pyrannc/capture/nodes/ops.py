@@ -67,6 +67,13 @@ def _is_one_of(names: Sequence[str], node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and schema(node.target).name in names
 
 
+def root_of(node: fx.Node) -> fx.Node:
+    """What a view, or the result of a change in place, is memory of."""
+    while node.op == "call_function" and (operands := aliased_arguments(node)):
+        node = operands[0]
+    return node
+
+
 def has_effect(node: fx.Node) -> bool:
     """True when the node must stay even if nobody uses its result."""
     if node.op in ("placeholder", "output"):

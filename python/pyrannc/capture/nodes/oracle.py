@@ -35,8 +35,7 @@ from .facts import memory
 from .operands import written_memory
 from .questions import question
 from .row_conditions import ROWS, RowCondition, is_of_many
-from .untraceable import UntraceableError
-from .validity import BY_DISTRIBUTIONS
+from .untraceable import BY_DISTRIBUTIONS, UntraceableError
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
 _REDRAWS = 16

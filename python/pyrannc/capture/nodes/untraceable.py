@@ -21,6 +21,8 @@ _WORTH = 0.1
 """Share of the parameters from which on a sub-module is worth what is computed twice around it."""
 _MOST_AROUND = 3
 """Sub-modules that the rest of the model may be tried to stay whole around."""
+BY_DISTRIBUTIONS = ", as torch.distributions looks whether it is valid, unless given validate_args=False"
+"""What errors add where it is such a question that keeps code whole."""
 _Result = TypeVar("_Result")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,11 +27,13 @@ from pyrannc.capture.torch_internals.patching import (
 from pyrannc.capture.torch_internals.tracing import current_tracer
 from pyrannc.capture.user.source import Place, SourceTracker
 
-from .untraceable import UntraceableError
+from .operands import mutated_arguments
+from .ops import root_of
+from .untraceable import BY_DISTRIBUTIONS, UntraceableError
 
+_is_grad_enabled = torch.is_grad_enabled
+"""Asks for this module, not for the model: a trace notes when that does."""
 _Method: TypeAlias = Callable[..., Any]
-BY_DISTRIBUTIONS = ", as torch.distributions looks whether it is valid, unless given validate_args=False"
-"""What errors add where it is such a question that keeps code whole."""
 
 
 @torch.library.custom_op("pyrannc::as_valid", mutates_args=())
@@ -73,14 +75,35 @@ class Question(NamedTuple):
     place: Place
 
 
-def refuse_unasked(questions: Sequence[Question], graph: fx.Graph) -> None:
-    """Raises UntraceableError where no Op of a graph asks: nothing that it gives depends on what was asked about."""
-    asked = Counter(node.args[2] for node in graph.nodes if node.target is torch.ops.pyrannc.as_valid.default)
+def refuse_unasked(questions: Sequence[Question], raw: fx.Graph, cleaned: fx.Graph) -> None:
+    """Raises UntraceableError where Ops cannot ask what the forward does.
+
+    Nothing that the graph gives depends on what is asked about, so that no Op is left; or the forward changes it in
+    place, while what an Op gives on is a copy.
+    """
+    asked, copied = Counter(node.args[2] for node in cleaned.nodes if _asks(node)), _copied_and_changed(raw)
     for text, place in questions:
-        if not asked[text]:
+        if not asked[text] or text in copied:
             cause = f"it decides by what it computes{BY_DISTRIBUTIONS}"
             raise UntraceableError(f"{place}: {cause}", place, cause)
         asked[text] -= 1
+
+
+def _asks(node: fx.Node) -> bool:
+    return node.target is torch.ops.pyrannc.as_valid.default
+
+
+def _copied_and_changed(raw: fx.Graph) -> set[str]:
+    """The texts of Ops of which what they take, or give on, is changed in place later."""
+    texts: dict[fx.Node, list[str]] = {}
+    changed: set[str] = set()
+    for node in raw.nodes:
+        if _asks(node):
+            for memory in (root_of(node.args[0]), node):
+                texts.setdefault(memory, []).append(node.args[2])
+        elif node.op == "call_function":
+            changed.update(text for operand in mutated_arguments(node) for text in texts.get(root_of(operand), ()))
+    return changed
 
 
 class Validity:
@@ -172,7 +195,9 @@ class Validity:
         self.questions.append(Question(text, place))
         for _ in range(events):
             valid = valid.unsqueeze(-1)
-        made: Tensor = as_valid(value, valid.expand_as(value), text)
+        # What a distribution has keeps its gradient where that is made without one.
+        with nullcontext() if _is_grad_enabled() else torch.enable_grad():
+            made: Tensor = as_valid(value, valid.expand_as(value), text)
         return made
 
 
