@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +20,6 @@ from torch.distributions import (
     StudentT,
     TanhTransform,
     TransformedDistribution,
-    constraints,
 )
 
 from pyrannc._native import Graph
@@ -61,27 +59,6 @@ def _within_one(numbers: Tensor) -> Tensor:
     return numbers.tanh() * 0.9
 
 
-class Rate(Distribution):
-    """Has what it is given, rather than a view of it."""
-
-    arg_constraints: ClassVar = {"rate": constraints.positive}
-    support = constraints.real
-
-    def __init__(self, rate: Tensor) -> None:
-        self.rate = rate
-        super().__init__(rate.shape)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        self._validate_sample(value)
-        return self.rate.log() - self.rate * value
-
-
-def _made_without_gradients(mean: Tensor, spread: Tensor) -> Tensor:
-    with torch.no_grad():
-        found = Rate(spread)
-    return found.log_prob(mean)
-
-
 ASKED = {
     "normal": (likely(Normal), 3),
     "standard normal": (lambda mean, spread: Normal(0.0, 1.0).log_prob(mean / spread), 3),
@@ -89,7 +66,6 @@ ASKED = {
     "of several dimensions": (likely(lambda mean, spread: Independent(Normal(mean, spread), 1)), 3),
     "log-normal": (likely(LogNormal), 6),
     "transformed": (likely(lambda m, s: TransformedDistribution(Normal(m, s), TanhTransform()), _within_one), 4),
-    "made without gradients": (_made_without_gradients, 2),
     "drawn": (lambda mean, spread: Normal(mean, spread).rsample(), 2),
 }
 """A function of what a model computes, and how many Ops ask."""

@@ -7,13 +7,13 @@ itself. A warning names the sub-module.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal, kl_divergence
+from torch.distributions import Categorical, Distribution, Normal, constraints, kl_divergence
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.optim import SGD
 
@@ -602,6 +602,36 @@ class _Mean(_Likely):
 def distributions_of_what_is_computed(job: Job) -> None:
     """`torch.distributions.Normal(mean, spread)` of what the model computes, with `log_prob` and `kl_divergence`."""
     fit(job, _Likely(), pairs)
+
+
+class _Waits(Distribution):
+    """How long something takes to come."""
+
+    arg_constraints: ClassVar = {"rate": constraints.positive}
+    support = constraints.real
+
+    def __init__(self, rate: Tensor) -> None:
+        self.rate = rate
+        super().__init__(rate.shape, validate_args=True)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        self._validate_sample(value)
+        return self.rate.log() - self.rate * value
+
+
+class _MadeWithoutGradients(_Likely):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        rate = F.softplus(self.around.spread(x))
+        with torch.no_grad():
+            found = _Waits(rate)
+        loss: Tensor = -found.log_prob(self.around.mean(x) - target).mean()
+        return loss
+
+
+@equal()
+def distribution_made_without_gradients(job: Job) -> None:
+    """One of the script's own is made under `torch.no_grad()`, and has the tensor that it is given."""
+    fit(job, _MadeWithoutGradients(), pairs)
 
 
 @refused("ValueError", "loc of torch.distributions.Normal at", "is not valid", apart=True, instead="as one process")
