@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyrannc._native import Graph
 from pyrannc.capture import Answering, PartOfBatchError, capture
+from pyrannc.capture.nodes.oracle import _Samples
+from pyrannc.errors import CaptureError
 
 _ROWS = 6
 """As many as features: a trace takes another number of rows then."""
@@ -79,6 +82,18 @@ def test_the_answer_is_that_of_a_run(asked: Callable[[Tensor], object]) -> None:
     for assumption in captured.assumptions:
         if assumption.question is not None:
             assert assumption.question.holds([float(number) for number in assumption.question.ask([x])])
+
+
+def test_what_draws_nothing_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    redrawn: list[int] = []
+    anew = _Samples.anew
+    monkeypatch.setattr(_Samples, "anew", lambda self: redrawn.append(0) or anew(self))
+    x = torch.ones(_ROWS, _ROWS)
+    capture(Asks(lambda x: F.dropout(x, 0.0).sum() > 0), (x,), {}, device=torch.device("cpu"), rows=_ROWS)
+    assert not redrawn
+    with pytest.raises(CaptureError, match="decides by a random number"):
+        capture(Asks(lambda x: F.dropout(x, 0.5)[0, 0] > 0), (x,), {}, device=torch.device("cpu"), rows=_ROWS)
+    assert redrawn
 
 
 def test_part_of_a_batch_does_not_answer() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyrannc.blocks import philox
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.stream import Draw
-from pyrannc.capture.nodes.ops import call_draws
+from pyrannc.capture.nodes.draws import call_draws
 from pyrannc.capture.torch_internals.tensors import TorchDispatchMode
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from pyrannc.capture.torch_internals.levels import VMAP_BEGIN, VMAP_END
@@ -18,8 +17,9 @@ from pyrannc.capture.torch_internals.operators import (
     schema,
 )
 
+from .draws import call_draws
 from .leaf import GradientHook, OpaqueCall
-from .operands import arguments, mutated_arguments, named_arguments, nodes_in
+from .operands import arguments, mutated_arguments, nodes_in
 
 # Checks that hold by the way of tracing.
 _ASSERTIONS = (
@@ -39,8 +39,6 @@ _MAY_RETURN_VIEW = {
 }  # fmt: skip
 # Draws of a tensor's form: their operator, unlike the function that the model calls, refuses to be differentiated.
 _OF_FORM = ("aten::randint_like",)
-_DROPOUT_PROBABILITY = ("p", "dropout_p", "dropout")
-_TRAINING_FLAGS = ("train", "training")
 
 
 def target_name(target: Any) -> str:
@@ -142,16 +140,3 @@ def draws_random_numbers(node: fx.Node) -> bool:
     if isinstance(node.target, OpaqueCall):
         return not isinstance(node.target, GradientHook) and node.target.draws
     return isinstance(node.target, OpOverload) and call_draws(node.target, node.args, node.kwargs)
-
-
-def call_draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True when what an op gives for these arguments depends on the state of a random generator."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    named = named_arguments(op, args, kwargs)
-    # Backwards of attention are told what their forwards have drawn.
-    if "philox_seed" in named or any(named.get(flag) is False for flag in _TRAINING_FLAGS):
-        return False
-    probabilities = [named[name] for name in _DROPOUT_PROBABILITY if name in named]
-    is_dropout = "dropout" in schema(op).name or "dropout_p" in named or "dropout" in named
-    return not (is_dropout and probabilities and all(p == 0 for p in probabilities))

@@ -31,6 +31,7 @@ from .autocast import no_autocast
 from .bounds import within_bounds
 from .chance import torch_draws, trial_draws
 from .dims import symbols_in
+from .draws import call_draws
 from .facts import memory
 from .operands import written_memory
 from .questions import question
@@ -339,7 +340,8 @@ class Oracle:
 
     def _refuse_chance(self, expr: sympy.Basic, origins: dict[sympy.Basic, Any], answer: sympy.Basic) -> None:
         """Raises CaptureError if the answer is another one when random numbers are drawn again."""
-        if not any(draws(ancestor) for node, _ in origins.values() for ancestor in self._slice_of(node)):
+        slices = (self._slice_of(node) for node, _ in origins.values())
+        if not any(_changes_by_chance(ancestor) for nodes in slices for ancestor in nodes):
             return
         for seed in range(_REDRAWS):
             drawn = self._asked.anew()
@@ -519,6 +521,11 @@ def _is_fixed(node: fx.Node) -> bool:
 def draws(node: fx.Node) -> bool:
     """True for an operator that draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _changes_by_chance(node: fx.Node) -> bool:
+    """True for an operator that gives something else when it draws again, as dropout of nothing does not."""
+    return isinstance(node.target, OpOverload) and call_draws(node.target, node.args, node.kwargs)
 
 
 def _usual_answer(node: fx.Node) -> int:
