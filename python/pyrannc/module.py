@@ -33,6 +33,7 @@ from pyrannc.call.variant import RowMixing, Variant
 from pyrannc.call.variants import MOST_VALUES, Variants
 from pyrannc.capture import Captured, CaptureOptions, Sample, flatten
 from pyrannc.capture.nodes.autocast import no_autocast
+from pyrannc.capture.nodes.progress import progress_told
 from pyrannc.capture.nodes.row_conditions import first_other, other_rows
 from pyrannc.capture.torch_internals.compiler import start_compiling_processes
 from pyrannc.capture.torch_internals.gradients import at_end_of_backward, kept_uncompiled
@@ -45,6 +46,7 @@ from pyrannc.job import agree, phases, process
 from pyrannc.job.device_memory import keep_below
 from pyrannc.job.faults import collective
 from pyrannc.job.garbage import older_objects_left_alone
+from pyrannc.job.progress import Lines
 from pyrannc.log import get_logger
 from pyrannc.planning.measured import has_compiled
 from pyrannc.proof import compare_once, prove
@@ -391,7 +393,8 @@ class RaNNCModule(DeployedModel):
                 MOST_VALUES,
             )  # fmt: skip
 
-        with phases.phase("Decomposer", "capture", "the capture of the model"):
+        lines = Lines("Decomposer", "capture")
+        with phases.phase("Decomposer", "capture", "the capture of the model"), progress_told(lines.at):
             variant = self._lengths.variant(call.key, wanted, tell)
             # What comes next runs the user's code, which may have messages of its own.
             process.await_connection()

@@ -21,6 +21,7 @@ from .nodes.autocast import autocast_state, no_autocast
 from .nodes.dims import Dim
 from .nodes.operands import mutated_arguments
 from .nodes.ops import root_of
+from .nodes.progress import is_at
 from .nodes.row_conditions import RowCondition, first_other, other_rows
 from .nodes.untraceable import KeptWhole, UntraceableError, WholeModules
 from .nodes.validity import refuse_unasked
@@ -273,6 +274,7 @@ def capture_sample(
         def once() -> _Attempt:
             own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
             own = replace(own, as_untraced=whole.as_untraced)
+            is_at(f"a trace of the model{f', in which {len(leaves)} of its parts stay whole' if leaves else ''}")
             traced = trace_for_batch(lambda own: tracing(sample, leaves, own, outputs), own, tried_rows)
             _refuse_other_rows(traced, tried_rows, answers)
             _refuse_changed_params(traced)

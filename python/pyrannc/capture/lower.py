@@ -27,6 +27,7 @@ from .nodes.ops import (
     opens_region,
     target_name,
 )
+from .nodes.progress import is_at
 from .nodes.untraceable import UntraceableError
 from .passes.clean import CleanGraph, grad_enabled, place_of
 from .reads.assumptions import Assumption, PartOfBatchError
@@ -270,6 +271,7 @@ class _Lowering:
                 self.group_of.update(dict.fromkeys(group.nodes, number))
 
     def _shows(self, trials: GroupTrials, group: RowGroup) -> bool:
+        is_at(f"trials of what sub-module '{group.path}' does to rows")
         rows = trials.rows_shown(group, self.trace.device)
         self.shown_rows = min(self.shown_rows, rows or self.shown_rows)
         return self._covers(rows)
@@ -363,6 +365,7 @@ class _Lowering:
 
     def _shown_by_trial(self, node: fx.Node, call: Callable[..., Any]) -> bool:
         """Tries a call, but of equal ones the first alone."""
+        is_at(f"trials of what {place_of(node)} does to rows")
         operands, device = self._operands(node), _device_of(node)
         does, drawn = _does(node), as_drawn(operands)
         if does is None or drawn is None:

@@ -18,6 +18,28 @@ _log = get_logger("DPStaging")
 _LINE_EVERY_S = 5.0
 
 
+class Lines:
+    """Says now and then what some work is at, of which nobody knows how much there is.
+
+    Args:
+        component: whose logger.
+        title: what is done.
+    """
+
+    def __init__(self, component: str, title: str) -> None:
+        self._log = get_logger(component)
+        self._title = title
+        self._start = self._last_line = time.monotonic()
+
+    def at(self, what: str) -> None:
+        """What comes next; told often."""
+        faults.advance()
+        now = time.monotonic()
+        if now - self._last_line > _LINE_EVERY_S:
+            self._last_line = now
+            self._log.info("%s: %.0f s so far, now at %s", self._title, now - self._start, what)
+
+
 class Bar:
     """Shows how much of some work is done and how long the rest may take.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyrannc.capture.nodes.chance import alike_draws, torch_draws
 from pyrannc.capture.nodes.dims import Dim
+from pyrannc.capture.nodes.progress import goes_on
 from pyrannc.capture.torch_internals.devices import all_digits
 from pyrannc.capture.torch_internals.fakes import FakeTensor
 from pyrannc.capture.torch_internals.levels import regions_ended
@@ -368,6 +369,7 @@ class _Trial:
 
     def holds_in_time(self) -> bool:
         """True when the rows can be computed in two parts, cut in two ways."""
+        goes_on()
         return all(_in_time() and self._holds(cut) for cut in (1, self.rows // 2))
 
     def _holds(self, cut: int) -> bool:

@@ -23,6 +23,7 @@ from pyrannc.capture.nodes.facts import FactRecorder
 from pyrannc.capture.nodes.fallback import BatchSizes, OperatorFallbacks
 from pyrannc.capture.nodes.leaf import captured_tensor_hooks, opaque_autograd_functions, traced_data
 from pyrannc.capture.nodes.oracle import Batch, BatchShapeEnv, Oracle, draws
+from pyrannc.capture.nodes.progress import goes_on
 from pyrannc.capture.nodes.row_conditions import RowCondition
 from pyrannc.capture.nodes.untraceable import UntraceableError
 from pyrannc.capture.nodes.untraced_backwards import UntracedBackwards
@@ -434,7 +435,7 @@ class _TracedCall:
         held = [HeldBuffer(model, name) for name in session.buffers.names]
         session.oracle.attach(tracer, real, len(inputs), session.symbol, held, session.shape_env.lengths)
         session.tracker.outermost = sys._getframe().f_code
-        session.tracker.before_calls.append(self._note_sequences)
+        session.tracker.before_calls += [self._note_sequences, lambda *_: goes_on()]
         self._recorder.annotate_nodes_of(tracer.graph)
         session.grad_mode.note_nodes_of(tracer.graph)
         watch = session.watch

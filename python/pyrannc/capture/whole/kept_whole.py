@@ -18,6 +18,7 @@ from pyrannc.capture.nodes.fallback import BatchSizes, TwoSizes, argument_of, in
 from pyrannc.capture.nodes.form import Form
 from pyrannc.capture.nodes.leaf import OpaqueCall
 from pyrannc.capture.nodes.oracle import Oracle, real_execution
+from pyrannc.capture.nodes.progress import is_at
 from pyrannc.capture.nodes.untraceable import UntraceableError
 from pyrannc.capture.nodes.untraced_backwards import backwards_tried
 from pyrannc.capture.torch_internals.fakes import FakeTensorMode
@@ -392,6 +393,7 @@ class _Runs:
 
     def __call__(self, tensors: Sequence[Any]) -> list[Tensor]:
         """The results of a run that are none of its arguments, then the new contents of those that it has changed."""
+        is_at(f"runs of {self._part}, which stays whole")
         given, count = self._copies(tensors), len(self._names)
         before, state = [version(item) for item in given], _generators()
         with trial_draws(len(self._forms)) as drew, torch.set_grad_enabled(self._grad_enabled), _Used() as seen:
