@@ -74,9 +74,15 @@ def test_VALIDATE_SAMPLE() -> None:
     assert calls_seen(patching.VALIDATE_SAMPLE, lambda: normal().log_prob(X)) == 1
 
 
-def test_IS_ALL_TRUE() -> None:
+def test_ALL_VALID() -> None:
     # Of both parameters, and of the sample.
-    assert calls_seen(patching.IS_ALL_TRUE, lambda: normal().log_prob(X)) == 3
+    assert calls_seen(patching.ALL_VALID, lambda: normal().log_prob(X)) == 3
+
+
+def test_ask_in_python() -> None:
+    with tracing.compiling_state():
+        asked = [bool(patching.ask_in_python(X.clone() == X, "not equal")), bool(patching.ask_in_python(X > 1, ""))]
+    assert asked == [True, False]
 
 
 def test_asks_of_data() -> None:
@@ -101,13 +107,13 @@ def test_methods_of_samples() -> None:
 def test_parameter_in_question() -> None:
     found = []
 
-    def note(valid: Tensor) -> bool:
+    def note(valid: Tensor, *_text: str) -> bool:
         found.append(patching.parameter_in_question())
         return bool(valid.all())
 
-    with patching.IS_ALL_TRUE.replaced_by(note):
+    with patching.ALL_VALID.replaced_by(note):
         normal().log_prob(X)
-        torch._is_all_true(X > 0)
+        vars(patching.ALL_VALID.owner)[patching.ALL_VALID.name](X > 0, "")
     assert sorted(found[:2]) == ["loc", "scale"]
     assert found[2:] == ["", None]
 

@@ -17,9 +17,10 @@ from torch.distributions import Distribution
 
 from pyrannc.capture.torch_internals.operators import assert_on_device
 from pyrannc.capture.torch_internals.patching import (
+    ALL_VALID,
     DISTRIBUTION_INIT,
-    IS_ALL_TRUE,
     VALIDATE_SAMPLE,
+    ask_in_python,
     asks_of_data,
     methods_of_samples,
     parameter_in_question,
@@ -127,6 +128,7 @@ class Validity:
         patches = [(method, self._asking_in_ops(method.original)) for method in methods_of_samples()]
         patches.append((VALIDATE_SAMPLE, self._asking_of_others(VALIDATE_SAMPLE.original)))
         patches.append((DISTRIBUTION_INIT, self._with_valid_params(DISTRIBUTION_INIT.original)))
+        patches.append((ALL_VALID, ask_in_python))
         with ExitStack() as stack:
             for point, function in patches:
                 stack.enter_context(point.replaced_by(function))
@@ -205,16 +207,15 @@ class Validity:
 def _noted() -> Iterator[list[tuple[str, Tensor]]]:
     """Inside, all is taken for valid, and noted: the parameter in question, empty for a sample, and where it is."""
     questions: list[tuple[str, Tensor]] = []
-    ask = IS_ALL_TRUE.original
 
-    def note(valid: Tensor) -> Any:
+    def note(valid: Tensor, *_text: str) -> Any:
         name = parameter_in_question()
         if name is None:
-            return ask(valid)
+            return ask_in_python(valid)
         questions.append((name, valid))
         return True
 
-    with IS_ALL_TRUE.replaced_by(note):
+    with ALL_VALID.replaced_by(note):
         yield questions
 
 

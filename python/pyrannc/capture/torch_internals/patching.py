@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch._functorch import eager_transforms
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed import distributed_c10d
-from torch.distributions import Distribution
+from torch.distributions import Distribution, distribution
 from torch.fx.experimental import proxy_tensor
 
 from .fakes import FakeTensor
@@ -95,13 +95,23 @@ DERIVATIVES = tuple(PatchPoint(eager_transforms, f"{_kind}_increment_nesting") f
 DISTRIBUTION_INIT = PatchPoint(Distribution, "__init__")
 VALIDATE_SAMPLE = PatchPoint(Distribution, "_validate_sample")
 """What they ask of data becomes Ops. Public: ``validate_args=False``, with which nobody asks."""
-IS_ALL_TRUE = PatchPoint(torch, "_is_all_true")
-"""So distributions ask. Public: ``Tensor.all``."""
+_is_all_true = torch._is_all_true
+ALL_VALID = next(
+    PatchPoint(_owner, _name)
+    for _owner, _name in ((distribution, "_all_true_or_runtime_assert"), (torch, "_is_all_true"))
+    if hasattr(_owner, _name)
+)
+"""So distributions ask. Public: none."""
 
 
-def asks_of_data(distribution: Any) -> bool:
+def ask_in_python(valid: Tensor, *_text: str) -> Any:
+    """How distributions ask outside of an export. Public: ``Tensor.all``."""
+    return _is_all_true(valid)
+
+
+def asks_of_data(asked: Any) -> bool:
     """Whether a distribution looks if what it is given is valid. Public: only what it was told."""
-    return bool(distribution._validate_args)
+    return bool(asked._validate_args)
 
 
 _CODE_OF_INIT, _CODE_OF_VALIDATE = Distribution.__init__.__code__, Distribution._validate_sample.__code__
