@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import fx
 
 from pyrannc.blocks.graphs import behind, named, results_in
@@ -55,6 +56,7 @@ def in_parts(
         return whole
     arguments = len(backward.graph.find_nodes(op="placeholder"))
     graph = named(backward, [f"kept_{place}" for place in range(arguments)])
+    _part_convolutions(graph.graph)
     results = dict(zip(differentiated, results_in(graph), strict=True))
     graph.graph.output_node().args = ([results[place] for place in (*early, *late)],)
     at_once = behind([results[place] for place in early])
@@ -65,3 +67,19 @@ def in_parts(
     graph.recompile()
     first, second = parted(graph, len(early), mode, waiting)
     return BackwardParts(first, early, second, late)
+
+
+def _part_convolutions(graph: fx.Graph) -> None:
+    """Gives the gradients of inputs and of weights operators of their own: one for both could not be cut between."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
+        *others, (of_input, *of_weights) = node.args
+        if not of_input or not any(of_weights):
+            continue
+        with graph.inserting_before(node):
+            later = graph.node_copy(node)
+        values = node.meta["val"]
+        node.args, node.meta["val"] = (*others, [True, False, False]), (values[0], None, None)
+        later.args, later.meta["val"] = (*others, [False, *of_weights]), (None, *values[1:])
+        for user in list(node.users):
+            if user.args[1] > 0:
+                user.replace_input_with(node, later)
