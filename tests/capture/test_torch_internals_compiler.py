@@ -101,6 +101,24 @@ def test_parted() -> None:
         torch.testing.assert_close(mine, right)
 
 
+def test_parted_leaves_no_drawing_of_what_cannot_be_parted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differentiated(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
+        form = [1], [0], [1], False, [0], 1, [True, True, False]
+        return list(torch.ops.aten.convolution_backward(grad, x, weight, None, *form)[:2])
+
+    mode = fake_mode()
+    with mode:
+        arguments = [torch.empty(2, 3, 8), torch.empty(4, 3, 1), torch.empty(2, 4, 8)]
+    graph = compiler.operators_below_autograd(differentiated, arguments, mode)
+    graph = named(graph, ["kept_0", "kept_1", "kept_2"])
+    # Of an operator with two results the second part is to compute one.
+    places = graph.graph.output_node().args[0][1]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="failed to partition"):
+        compiler.parted(graph, 1, mode, [places])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_memory_budget() -> None:
     def wide(x: Tensor, weight: Tensor, tangent: Tensor) -> list[Tensor]:
         x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()

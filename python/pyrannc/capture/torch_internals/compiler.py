@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
 from .devices import order_of_attention_kernels
 from .fakes import FakeTensorMode
+from .patching import PatchPoint
 
 
 def mode_of_known_sizes() -> FakeTensorMode:
@@ -71,8 +74,19 @@ def parted(
         node.meta["partitioner_tag"] = "must_be_in_backward"
     for node in once:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    with V.set_fake_mode(mode), tracing(TracingContext(mode)), torch.no_grad():
+    with V.set_fake_mode(mode), tracing(TracingContext(mode)), torch.no_grad(), _drawn_nowhere():
         return partition_fn(joint, arguments, num_fwd_outputs=results, static_lifetime_input_indices=held)
+
+
+@contextmanager
+def _drawn_nowhere() -> Iterator[None]:
+    """torch leaves a drawing of what it cannot part in the working folder: not inside of this."""
+    from torch._functorch import partitioners
+
+    with TemporaryDirectory() as folder:
+        where = PatchPoint(partitioners, "_get_unique_path")
+        with where.replaced_by(lambda name, ending: str(Path(folder, f"{name}{ending}"))):
+            yield
 
 
 _LEAST_BUDGET = 1e-6
