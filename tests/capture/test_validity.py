@@ -13,6 +13,7 @@ from torch.distributions import (
     Beta,
     Categorical,
     Distribution,
+    Exponential,
     Gumbel,
     Independent,
     LogNormal,
@@ -20,6 +21,7 @@ from torch.distributions import (
     StudentT,
     TanhTransform,
     TransformedDistribution,
+    constraints,
 )
 
 from pyrannc._native import Graph
@@ -59,13 +61,51 @@ def _within_one(numbers: Tensor) -> Tensor:
     return numbers.tanh() * 0.9
 
 
+class _AsksNothing(Normal):
+    """One that takes samples for valid by a method of its own."""
+
+    support = constraints.positive
+
+    def _validate_sample(self, value: Tensor) -> None:
+        del value
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        self._validate_sample(value)
+        return -((value - self.loc) ** 2) / self.scale
+
+
+class _AsksTwice(Normal):
+    """One that asks the same of a sample as a distribution inside of it, and more."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        self._validate_sample(value)
+        return super().log_prob(value) + Exponential(self.scale).log_prob(value)
+
+
+def _squashed(mean: Tensor, spread: Tensor) -> Tensor:
+    """How likely what a transform has made is, which it could not tell from other ones any more."""
+    squash = TanhTransform(cache_size=1)
+    return TransformedDistribution(Normal(mean, spread), squash).log_prob(squash(mean + 30))
+
+
+def _corrected(mean: Tensor, spread: Tensor) -> Tensor:
+    found = Normal(mean, spread).log_prob(mean.detach())
+    found -= mean.square()
+    return found
+
+
 ASKED = {
     "normal": (likely(Normal), 3),
-    "standard normal": (lambda mean, spread: Normal(0.0, 1.0).log_prob(mean / spread), 3),
+    "standard normal": (lambda mean, spread: Normal(0.0, 1.0).log_prob(mean / spread), 1),
     "categorical": (lambda mean, spread: Categorical(logits=mean).log_prob(spread.argmax(-1)), 2),
     "of several dimensions": (likely(lambda mean, spread: Independent(Normal(mean, spread), 1)), 3),
     "log-normal": (likely(LogNormal), 6),
     "transformed": (likely(lambda m, s: TransformedDistribution(Normal(m, s), TanhTransform()), _within_one), 4),
+    "asked by no method of torch": (likely(_AsksNothing), 2),
+    "asked of two distributions": (likely(_AsksTwice), 6),
+    "of a transform that keeps what it has made": (_squashed, 4),
+    "changed in place, while nobody else has it": (_corrected, 3),
+    "of what is written down": (lambda mean, _: mean * Gumbel(torch.zeros(()), torch.ones(())).mean, 0),
     "drawn": (lambda mean, spread: Normal(mean, spread).rsample(), 2),
 }
 """A function of what a model computes, and how many Ops ask."""

@@ -7,6 +7,7 @@ of the graph that made the scalar runs on the real sample inputs, and the answer
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -229,7 +230,7 @@ class Oracle:
         assert self._graph is not None
         if any(written_memory(other) & memory(node) for other in self._graph.nodes):
             return None
-        if not all(_is_fixed(ancestor) for ancestor in self._slice_of(node)):
+        if not self.is_constant(node):
             return None
         try:
             value = self.value_of(node)
@@ -238,6 +239,10 @@ class Oracle:
         with real_execution():
             number: int | float | bool = value.item()
         return number
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """True for what ``node`` gives alike in every call."""
+        return all(_is_fixed(ancestor) for ancestor in self._slice_of(node))
 
     def is_of_inputs(self, node: fx.Node) -> bool:
         """True for what the inputs of the call alone decide."""
@@ -515,7 +520,7 @@ def _is_fixed(node: fx.Node) -> bool:
     """True for what follows from its operands alone, and for tensors that the forward itself writes down."""
     if node.op == "get_attr":
         return isinstance(node.meta.get("val"), FakeTensor)
-    return isinstance(node.target, OpOverload) and not draws(node)
+    return node.target is operator.getitem or (isinstance(node.target, OpOverload) and not draws(node))
 
 
 def draws(node: fx.Node) -> bool:

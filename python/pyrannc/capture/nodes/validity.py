@@ -19,17 +19,17 @@ from pyrannc.capture.torch_internals.operators import assert_on_device
 from pyrannc.capture.torch_internals.patching import (
     ALL_VALID,
     DISTRIBUTION_INIT,
-    VALIDATE_SAMPLE,
     ask_in_python,
     asks_of_data,
     methods_of_samples,
     parameter_in_question,
 )
-from pyrannc.capture.torch_internals.tracing import current_tracer
+from pyrannc.capture.torch_internals.tracing import current_tracer, proxy_of
 from pyrannc.capture.user.source import Place, SourceTracker
 
 from .operands import mutated_arguments
 from .ops import root_of
+from .oracle import Oracle
 from .untraceable import BY_DISTRIBUTIONS, UntraceableError
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -95,16 +95,23 @@ def _asks(node: fx.Node) -> bool:
 
 
 def _copied_and_changed(raw: fx.Graph) -> set[str]:
-    """The texts of Ops of which what they take, or give on, is changed in place later."""
-    texts: dict[fx.Node, list[str]] = {}
-    changed: set[str] = set()
-    for node in raw.nodes:
+    """The texts of Ops of which what they take is changed in place later, or what they give on while others have it."""
+    read: dict[fx.Node, int] = {}
+    changed: dict[fx.Node, int] = {}
+    ops: list[tuple[int, fx.Node]] = []
+    for index, node in enumerate(raw.nodes):
+        read.update((root_of(operand), index) for operand in node.all_input_nodes)
         if _asks(node):
-            for memory in (root_of(node.args[0]), node):
-                texts.setdefault(memory, []).append(node.args[2])
+            ops.append((index, node))
         elif node.op == "call_function":
-            changed.update(text for operand in mutated_arguments(node) for text in texts.get(root_of(operand), ()))
-    return changed
+            changed.update((root_of(operand), index) for operand in mutated_arguments(node))
+    texts = set()
+    for index, node in ops:
+        taken = root_of(node.all_input_nodes[0])
+        is_kept = taken.op != "call_function" or read[taken] > index
+        if changed.get(taken, -1) > index or (node in changed and is_kept):
+            texts.add(str(node.args[2]))
+    return texts
 
 
 class Validity:
@@ -112,21 +119,21 @@ class Validity:
 
     Args:
         tracker: knows where the forward is.
+        oracle: knows what is constant.
 
     Attributes:
         questions: so far.
     """
 
-    def __init__(self, tracker: SourceTracker) -> None:
+    def __init__(self, tracker: SourceTracker, oracle: Oracle) -> None:
         self._tracker = tracker
+        self._oracle = oracle
         self.questions: list[Question] = []
-        self._samples: list[Tensor] = []
 
     @contextmanager
     def as_ops(self) -> Iterator[None]:
         """Inside, they become Ops."""
         patches = [(method, self._asking_in_ops(method.original)) for method in methods_of_samples()]
-        patches.append((VALIDATE_SAMPLE, self._asking_of_others(VALIDATE_SAMPLE.original)))
         patches.append((DISTRIBUTION_INIT, self._with_valid_params(DISTRIBUTION_INIT.original)))
         patches.append((ALL_VALID, ask_in_python))
         with ExitStack() as stack:
@@ -146,71 +153,89 @@ class Validity:
 
     def _takes_valid(self, init: _Method, distribution: Any, args: Any, kwargs: Any) -> bool:
         """Makes a distribution whose parameters Ops have looked at; False where they cannot."""
-        with _noted() as questions:
+        with _noted(lambda name, valid: name != "" and not self._is_constant(valid)) as questions:
             init(distribution, *args, **kwargs)
         for name, valid in questions:
             owner = _owner(distribution, name)
-            made = None if owner is None else self._op(getattr(owner, name), valid, f"{name} of {_named(distribution)}")
+            value = None if owner is None else getattr(owner, name)
+            made = self._op(value, _of_events(value, valid), f"{name} of {_named(distribution)}")
             if made is None:
                 return False
             setattr(owner, name, made)
         return True
 
     def _asking_in_ops(self, method: _Method) -> _Method:
-        """A method that is given a sample which is known to be valid."""
-        validate = VALIDATE_SAMPLE.original
+        """A method whose result Ops give on, if the sample is valid.
+
+        The sample itself is not replaced: a transform may know it as what it has made last.
+        """
 
         @wraps(method)
-        def asked(distribution: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            if current_tracer() is not None and asks_of_data(distribution) and not self._is_known(value):
-                with _noted() as questions:
-                    validate(distribution, value)
-                made = [self._op(value, valid, f"what is given to {_named(distribution)}") for _, valid in questions]
-                if len(made) == 1 and made[0] is not None:
-                    self._samples.append(value := made[0])
-            return method(distribution, value, *args, **kwargs)
+        def asked(distribution: Any, *args: Any, **kwargs: Any) -> Any:
+            if current_tracer() is None or not asks_of_data(distribution):
+                return method(distribution, *args, **kwargs)
+            with _noted(lambda name, _: name == "") as questions:
+                result = method(distribution, *args, **kwargs)
+            for _, valid in questions:
+                made = self._op(result, _of_each(result, valid), f"what is given to {_named(distribution)}")
+                if made is None:
+                    return method(distribution, *args, **kwargs)
+                result = made
+            return result
 
         return asked
 
-    def _asking_of_others(self, validate: _Method) -> _Method:
-        """The question itself, where no Op asks it."""
+    def _is_constant(self, valid: Tensor) -> bool:
+        """True for what is the same in every call, which needs no Op: its answer is known."""
+        proxy = proxy_of(valid, current_tracer())
+        return proxy is not None and self._oracle.is_constant(proxy.node)
 
-        @wraps(validate)
-        def asked(distribution: Any, value: Any) -> None:
-            if not self._is_known(value):
-                validate(distribution, value)
-
-        return asked
-
-    def _is_known(self, value: Any) -> bool:
-        return any(sample is value for sample in self._samples)
-
-    def _op(self, value: Any, valid: Any, what: str) -> Tensor | None:
-        """A tensor with the question; None where it has one answer for all of several elements that are no row."""
-        if not (isinstance(value, Tensor) and isinstance(valid, Tensor)):
-            return None
-        events = value.dim() - valid.dim()
-        if events < 0 or valid.shape != value.shape[: valid.dim()]:
+    def _op(self, value: Any, valid: Tensor | None, what: str) -> Tensor | None:
+        """A tensor with the question; None where nobody knows which of its elements an answer is of."""
+        if valid is None:
             return None
         place = self._tracker.here()
         text = f"{what} at {place} is not valid"
         self.questions.append(Question(text, place))
-        for _ in range(events):
-            valid = valid.unsqueeze(-1)
         # What a distribution has keeps its gradient where that is made without one.
         with nullcontext() if _is_grad_enabled() else torch.enable_grad():
-            made: Tensor = as_valid(value, valid.expand_as(value), text)
+            made: Tensor = as_valid(value, valid, text)
         return made
 
 
+def _of_events(value: Any, valid: Any) -> Tensor | None:
+    """What is valid of a parameter, for each of its elements; None where that has one answer for several rows."""
+    if not (isinstance(value, Tensor) and isinstance(valid, Tensor)):
+        return None
+    events = value.dim() - valid.dim()
+    if events < 0 or valid.shape != value.shape[: valid.dim()]:
+        return None
+    each: Tensor = valid.reshape(*valid.shape, *[1] * events)
+    return each.expand_as(value)
+
+
+def _of_each(result: Any, valid: Any) -> Tensor | None:
+    """What is valid of a sample, for each element of what is made of it; None where their shapes do not tell."""
+    if not (isinstance(result, Tensor) and isinstance(valid, Tensor)):
+        return None
+    sizes = zip(reversed(valid.shape), reversed(result.shape), strict=False)
+    if valid.dim() > result.dim() or not all(mine in (size, 1) for mine, size in sizes):
+        return None
+    return valid.expand_as(result)
+
+
 @contextmanager
-def _noted() -> Iterator[list[tuple[str, Tensor]]]:
-    """Inside, all is taken for valid, and noted: the parameter in question, empty for a sample, and where it is."""
+def _noted(asks_in_op: Callable[[str, Tensor], bool]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Inside, samples or parameters are taken for valid, and noted: the parameter's name, and where it is.
+
+    Args:
+        asks_in_op: told a parameter's name, empty for a sample, and where it is valid; False leaves it to Python.
+    """
     questions: list[tuple[str, Tensor]] = []
 
     def note(valid: Tensor, *_text: str) -> Any:
         name = parameter_in_question()
-        if name is None:
+        if name is None or not asks_in_op(name, valid):
             return ask_in_python(valid)
         questions.append((name, valid))
         return True

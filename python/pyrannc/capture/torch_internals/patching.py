@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -93,8 +93,7 @@ DERIVATIVES = tuple(PatchPoint(eager_transforms, f"{_kind}_increment_nesting") f
 """Entered by ``torch.func.grad``, ``vjp``, ``jvp``, ``hessian`` and the like. Public: none."""
 
 DISTRIBUTION_INIT = PatchPoint(Distribution, "__init__")
-VALIDATE_SAMPLE = PatchPoint(Distribution, "_validate_sample")
-"""What they ask of data becomes Ops. Public: ``validate_args=False``, with which nobody asks."""
+"""What it asks of data becomes Ops. Public: ``validate_args=False``, with which nobody asks."""
 _is_all_true = torch._is_all_true
 ALL_VALID = next(
     PatchPoint(_owner, _name)
@@ -132,7 +131,13 @@ def methods_of_samples() -> list[PatchPoint]:
     for each in classes:
         classes += each.__subclasses__()
     points = [PatchPoint(each, name) for each in dict.fromkeys(classes) for name in _OF_SAMPLES if name in vars(each)]
-    return [point for point in points if "_validate_sample" in point.original.__code__.co_names]
+    return [point for point in points if "_validate_sample" in _names_in(point.original)]
+
+
+def _names_in(method: Any) -> Collection[str]:
+    """What a method reads by name: nothing where it is no function, as the None of a class that has none."""
+    code = getattr(method, "__code__", None)
+    return () if code is None else code.co_names
 
 
 _OF_SAMPLES = ("cdf", "icdf", "log_prob")

@@ -255,7 +255,7 @@ class Session:
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
         self.backwards = UntracedBackwards(self.tracker, self.shape_env)
-        self.validity = Validity(self.tracker)
+        self.validity = Validity(self.tracker, self.oracle)
         self.symbol: sympy.Expr | None = None
         self.mode = TraceMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
         self.leaf_paths = list(leaf_modules)
