@@ -534,7 +534,7 @@ def uncut_with_the_criterion_outside(job: Job) -> None:
 
 
 class _Policy(nn.Module):
-    def __init__(self, checks: bool | None) -> None:
+    def __init__(self, checks: bool) -> None:
         super().__init__()
         self.chain = Chain(4, CLASSES)
         self.checks = checks
@@ -546,7 +546,7 @@ class _Policy(nn.Module):
 class _PolicyGradient(nn.Module):
     """Raises how likely actions are, and how many are."""
 
-    def __init__(self, checks: bool | None = None) -> None:
+    def __init__(self, checks: bool = True) -> None:
         super().__init__()
         self.policy = _Policy(checks)
 
