@@ -210,7 +210,9 @@ def _of_events(value: Any, valid: Any) -> Tensor | None:
     events = value.dim() - valid.dim()
     if events < 0 or valid.shape != value.shape[: valid.dim()]:
         return None
-    each: Tensor = valid.reshape(*valid.shape, *[1] * events)
+    each: Tensor = valid
+    for _ in range(events):
+        each = each.unsqueeze(-1)
     return each.expand_as(value)
 
 
