@@ -521,37 +521,6 @@ def test_gradients_of_parameters_may_come_later(both: bool, folder: str) -> None
             leaf.grad = None
 
 
-class Images(nn.Module):
-    """Convolutions there and back, each followed by statistics of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ConvTranspose2d(4, 3, 4, stride=2, padding=1)
-        self.norms = nn.ModuleList((nn.GroupNorm(1, 4), nn.GroupNorm(1, 3)))
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        made = self.norms[0](self.down(x)).relu()
-        return (self.norms[1](self.up(made)) + x,)
-
-
-@pytest.mark.timeout(300)
-def test_gradients_of_convolutions_may_come_later(folder: str) -> None:
-    with double_precision():
-        torch.manual_seed(0)
-        model, x = Images(), torch.randn(ROWS, 3, 8, 8, requires_grad=True)
-        stage, refusals = compiled(model, x, folder, in_parts=True)
-    assert set(refusals) == {None}
-    (result,) = model(x)
-    seed = torch.randn_like(result)
-    expected = torch.autograd.grad(result, [x, *model.parameters()], seed)
-    split = SplitBackward([get_gradient_edge(stage(x)[0])], [seed], [x])
-    split.run_inputs()
-    assert all(param.grad is None for param in model.parameters())
-    split.run_weights(keep_graph=False)
-    for leaf, right in zip((x, *model.parameters()), expected, strict=True):
-        torch.testing.assert_close(leaf.grad, right, rtol=1e-12, atol=1e-12)
-
-
 class First(Function):
     """Two results, of which the second gives no gradient."""
 

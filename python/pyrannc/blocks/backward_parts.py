@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -61,7 +62,7 @@ def in_parts(
     graph.graph.output_node().args = ([results[place] for place in (*early, *late)],)
     at_once = behind([results[place] for place in early])
     behind_late = behind([results[place] for place in late])
-    waiting = [node for node in behind_late if node not in at_once and node.op != "placeholder"]
+    waiting = [node for node in behind_late if node not in at_once and not _is_there(node, at_once)]
     if not waiting:
         return whole
     graph.recompile()
@@ -69,8 +70,13 @@ def in_parts(
     return BackwardParts(first, early, second, late)
 
 
+def _is_there(node: fx.Node, at_once: Container[fx.Node]) -> bool:
+    """True for what nobody has to compute: an argument, or one of several results of what is computed at once."""
+    return node.op == "placeholder" or (node.target is operator.getitem and node.args[0] in at_once)
+
+
 def _part_convolutions(graph: fx.Graph) -> None:
-    """Gives the gradients of inputs and of weights operators of their own: one for both could not be cut between."""
+    """Gives the gradients of inputs and of weights operators of their own: of one for both, none could wait."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
         *others, (of_input, *of_weights) = node.args
         if not of_input or not any(of_weights):
