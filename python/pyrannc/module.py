@@ -44,6 +44,7 @@ from pyrannc.face.deployed import DeployedModel
 from pyrannc.face.state import refuse_unavailable
 from pyrannc.job import agree, phases, process
 from pyrannc.job.device_memory import keep_below
+from pyrannc.job.device_order import follow_the_last
 from pyrannc.job.faults import collective
 from pyrannc.job.garbage import older_objects_left_alone
 from pyrannc.job.progress import Lines
@@ -216,6 +217,7 @@ class RaNNCModule(DeployedModel):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, list[Tensor]]:
         """The call's captured form, and the tensors that it gives."""
         self.device = process.ensure_process_group().device
+        follow_the_last(self.device)
         with nullcontext() if self._deployment is not None else older_objects_left_alone(self.device):
             return self._run_agreed(args, kwargs)
 
@@ -344,15 +346,17 @@ class RaNNCModule(DeployedModel):
         drift, recordings = self._agreement.drift, deployment.recordings
         stages, share = deployment.stages, call.batch.own_share
         spread = store.divided is not None and bool(store.divided.spread)
+        settle = deployment.gradients.delivery.settle
 
         def begin(grads: Sequence[Tensor | None]) -> None:
+            follow_the_last(deployment.device)
             answered()
             scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
             if scale is not None:
                 drift.note_factor(scale)
             if recordings is not None:
                 at_end_of_backward(recordings.end_backward)
-            finish_backward(CallOfBackward(store, optimizer, share, scale, stages, spread))
+            finish_backward(CallOfBackward(store, optimizer, share, scale, stages, spread, settle))
 
         return begin
 

@@ -1,4 +1,4 @@
-"""Gradients are there on the stream that asks for them, whatever stream the model is called on."""
+"""Losses and gradients are there on the stream that asks for them, whatever streams the model is called on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import pyrannc
+from pyrannc.capture.torch_internals.graphs import Graph
 from pyrannc.job import process
 from tests.ranks import RankPool
 
@@ -81,3 +83,78 @@ def compared(where: str, inside: bool, hooks: bool) -> tuple[list[Tensor], list[
 def test_gradients_of_another_stream(ranks: Ranks, where: str, inside: bool, hooks: bool) -> None:
     [(expected, found)] = ranks(1).run(compared, where, inside, hooks)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def losses_of_two_streams() -> tuple[list[Tensor], list[Tensor]]:
+    """Of one process, and of replays that are held up behind where they have taken their inputs.
+
+    The script orders nothing between two calls of a model that stays as it is.
+    """
+    device = process.ensure_process_group().device
+    torch.manual_seed(0)
+    net = Layers().to(device)
+    batches = torch.randn(2, 2, 32, WIDTH, device=device)
+    expected = [net(*batch).detach().clone() for batch in batches]
+    model: Any = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    for _ in range(4):
+        model(*batches[0])
+    assert model.report().recorded.startswith("1 of 1 kinds of steps are replayed")
+    streams: list[torch.cuda.Stream] = [torch.cuda.Stream() for _ in batches]  # type: ignore[no-untyped-call]  # torch has no types for it
+    replay, found = Graph.replay, []
+
+    def late(graph: Graph) -> None:
+        torch.cuda._sleep(CYCLES)
+        replay(graph)
+
+    torch.cuda.synchronize()
+    with patch.object(Graph, "replay", late):
+        for batch, stream in zip(batches, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(model(*batch).detach())
+    torch.cuda.synchronize()
+    model.undeploy()
+    return [loss.cpu() for loss in expected], [loss.cpu() for loss in found]
+
+
+def test_calls_on_two_streams(ranks: Ranks) -> None:
+    env = {"RANNC_PROFILE": "never", "RANNC_COMPILE_SPANS": "off"}
+    [(expected, found)] = ranks(1).run(losses_of_two_streams, env=env)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+TINY, SCALE = 1e-34, 2.0**40
+
+
+def scales(inside: bool) -> list[float]:
+    """Of steps, in the last of which gradients overflow on one rank alone, on a stream that is held up."""
+    device = process.ensure_process_group().device
+    torch.manual_seed(0)
+    net = Layers().to(device)
+    nn.init.constant_(net.get_parameter("layers.0.weight"), TINY)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model: Any = pyrannc.RaNNCModule(net, optimizer)
+    scaler, found = torch.amp.GradScaler("cuda", init_scale=SCALE), []
+    main, other = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types for it
+    for step in range(STEPS):
+        x, target = torch.randn(2, 32, WIDTH, device=device)
+        optimizer.zero_grad()
+        other.wait_stream(main)
+        with torch.cuda.stream(other):
+            if step == STEPS - 1:
+                torch.cuda._sleep(CYCLES)
+                x = x / TINY
+            loss = scaler.scale(model(x, target) if inside else F.mse_loss(model(x), target))
+        loss.backward()
+        main.wait_stream(other)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    model.undeploy()
+    return found
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["criterion_outside", "loss_inside"])
+def test_all_ranks_judge_gradients_of_another_stream(ranks: Ranks, inside: bool) -> None:
+    env = {"RANNC_PROFILE": "never", "RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
+    expected = [SCALE] * (STEPS - 1) + [SCALE / 2]
+    assert ranks(2).run(scales, inside, env=env) == [expected, expected]

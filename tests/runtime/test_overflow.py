@@ -328,6 +328,18 @@ def _of_own_lists(wrap: Wrap, batch: Batch) -> Steps:
         yield wrapped(batch(step, step // 2 % 3 if step % 2 else None)), [optimizer]
 
 
+def _with_a_penalty(wrap: Wrap, batch: Batch) -> Steps:
+    """Parameters get gradients outside of the model, too, in the same backward and behind those of the model."""
+    net = Blocks()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    wrapped = wrap(net, optimizer)
+    yield wrapped(batch(0)), [optimizer]
+    for step in range(1, 8):
+        # What was computed last is differentiated first.
+        penalty = torch.stack([param.square().sum() for param in net.parameters()]).sum()
+        yield wrapped(batch(step, step // 2 % 3 if step % 2 else None)) + 0.01 * penalty, [optimizer]
+
+
 OVERFLOWING: list[Script] = [
     _of_one_optimizer,
     *(partial(_of_one_optimizer_of_three, given=given) for given in (None, 0, 1, 2)),
@@ -405,6 +417,13 @@ def test_a_scaler_judges_what_an_optimizer_has_to_step(
 def test_a_scaler_judges_where_its_scale_is_1(ranks: Callable[[int], RankPool], plan_of: PlanOf, steps: Script) -> None:
     # It doubles at each step, and is halved where gradients overflow.
     assert judged(ranks, plan_of, steps, init_scale=0.5, growth_interval=1) == [1.0, 0.5] * 4
+
+
+def test_a_scaler_judges_gradients_of_the_model_with_those_beside_it(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    scales = judged(ranks, partial(write_plan, folder=tmp_path, sharding="gradients"), _with_a_penalty)
+    assert any(after < before for before, after in pairwise(scales))
 
 
 def test_layers_that_are_moved_by_hand_are_judged_with_their_optimizer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,7 @@ class CallOfBackward:
         scale: what the loss was multiplied by; None if that is not known.
         stages: of the Plan; the ranks of one Stage have the same gradients anyway,
         spread: unless each keeps a part of some.
+        settle: has its gradients be there, at the end of the backward.
     """
 
     store: ParamStore
@@ -47,6 +48,7 @@ class CallOfBackward:
     scale: Tensor | None
     stages: int
     spread: bool
+    settle: Callable[[], None]
 
     @property
     def judges_overflow(self) -> bool:
@@ -151,6 +153,7 @@ def _finish(ending: _Ending) -> None:
             _average_beside(ending, shares)
         for call in ending.calls:
             if call.judges_overflow:
+                call.settle()
                 _judge_overflow(call.store, call.optimizer, call.scale)
 
 

@@ -28,6 +28,7 @@ from pyrannc.capture.torch_internals.gradients import (
 )
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import RaNNCError
+from pyrannc.job.device_order import follow_the_last
 from pyrannc.store.buckets import SharedParam
 from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.one_leaf import watch_backwards
@@ -42,13 +43,11 @@ class _Given(NamedTuple):
     Attributes:
         task: the backward's number.
         active: the parameters that get theirs.
-        stream: on which they are made; ``None`` on CPU.
     """
 
     task: int
     gradients: GradientSet
     active: Set[str]
-    stream: torch.cuda.Stream | None
 
 
 class Delivery:
@@ -80,6 +79,7 @@ class Delivery:
         watch_backwards()
         self._tokens: dict[frozenset[str], Tensor] = {}
         self._given: list[_Given] = []
+        self._made_on: list[torch.cuda.Stream] = []
         self._gpu = next((shared.param.device for shared in params if shared.param.is_cuda), None)
         self._spare: GradientSet | None = None
 
@@ -92,8 +92,18 @@ class Delivery:
             if not self._set_aside or self._aside_of != graph_task():
                 # What is left of a backward that failed is of no use.
                 self._set_aside, self._aside_of = {}, graph_task()
-                at_end_of_backward(self._put_back)
+                at_end_of_backward(self.settle)
             self._set_aside[name], param.grad = param.grad, None
+
+    def settle(self) -> None:
+        """At the end of a backward: what it has handed over is whole, and there for what the script does next."""
+        made_on, self._made_on = self._made_on, []
+        for stream in made_on:
+            # torch makes the script's stream wait for those of leaves that it visits.
+            if stream != (own := torch.cuda.current_stream(self._gpu)):
+                own.wait_stream(stream)
+        if self._aside_of == graph_task():
+            self._put_back()
 
     def _put_back(self) -> None:
         """Adds to the pieces what has come to whole gradients."""
@@ -167,12 +177,12 @@ class Delivery:
         """
         task = graph_task()
         self._given = [given for given in self._given if given.task == task]
-        self._given.append(_Given(task, gradients, active, self._stream()))
+        self._given.append(_Given(task, gradients, active))
 
     def _deliver(self, names: list[str]) -> list[Tensor | None]:
         """Hands over what all calls have given in the backward that is running; returns what torch has to."""
         given, self._given = [item for item in self._given if item.task == graph_task()], []
-        self._wait_for([item.stream for item in given])
+        self._take_over()
         if given and not given[0].gradients.is_kept:
             self._spare = given[0].gradients
         with DisableTorchFunctionSubclass():
@@ -198,16 +208,12 @@ class Delivery:
             self._give_at_once(late)
         return gradients
 
-    def _stream(self) -> torch.cuda.Stream | None:
-        return None if self._gpu is None else torch.cuda.current_stream(self._gpu)
-
-    def _wait_for(self, streams: Sequence[torch.cuda.Stream | None]) -> None:
-        """Makes this stream wait for those, and the script's for both: torch does so for leaves that it visits."""
-        own = self._stream()
-        if own is None:
-            return
-        _wait(own, streams)
-        at_end_of_backward(lambda: _wait(self._stream(), [own]))
+    def _take_over(self) -> None:
+        """Makes this stream wait for those on which the gradients are made, and the script's for it, in the end."""
+        if self._gpu is not None:
+            follow_the_last(self._gpu)
+            self._made_on.append(torch.cuda.current_stream(self._gpu))
+            at_end_of_backward(self.settle)
 
     def _refuse_parts(self, found: Collection[str], hooked: Collection[str], everything: bool) -> None:
         """Raises where torch, or a hook, would take a part of a gradient for the whole."""
@@ -253,12 +259,6 @@ class _Door:
         delivery = self._delivery()
         if delivery is not None and grads[0] is not None:
             delivery.make_room(self._name)
-
-
-def _wait(stream: torch.cuda.Stream | None, others: Sequence[torch.cuda.Stream | None]) -> None:
-    for other in others:
-        if stream is not None and other is not None and other != stream:
-            stream.wait_stream(other)
 
 
 @torch.no_grad()
