@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.optim import SGD, Optimizer
 import pyrannc
 from pyrannc.job import process
 from pyrannc.runtime.seat import Seat
+from pyrannc.store import gathered
 from pyrannc.store.gathered import GatheredBucket
 
 from .equivalence import Case, Twins, double_precision
@@ -191,6 +194,40 @@ def _apart(module: pyrannc.RaNNCModule, reference: nn.Module) -> list[float]:
 def test_nothing_stays_of_a_call_that_breaks_off(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
     for apart in ranks(2).run(broken_off, sharding, str(tmp_path)):
         assert max(apart) < 1e-12
+
+
+def freed_too_soon(sharding: str, folder: str) -> int:
+    """How often memory went while parameters were gathered into it, in a call that has failed and in the next one."""
+    gather, empty = gathered.gather_parts, GatheredBucket._empty
+    under_way: list[Tensor] = []
+    early = [0]
+
+    class Noted:
+        def __init__(self, work: Any, whole: Tensor) -> None:
+            self._work, self._whole = work, whole
+            under_way.append(whole)
+
+        def wait(self) -> None:
+            under_way[:] = [whole for whole in under_way if whole is not self._whole]
+            self._work.wait()
+
+    def gather_noted(whole: Tensor, *args: Any) -> list[Any]:
+        return [Noted(work, whole) for work in gather(whole, *args)]
+
+    def noted(bucket: GatheredBucket) -> None:
+        early[0] += sum(whole is found for whole in bucket._wholes.values() for found in under_way)
+        empty(bucket)
+
+    with patch.object(gathered, "gather_parts", gather_noted), patch.object(GatheredBucket, "_empty", noted):
+        assert max(broken_off(sharding, folder)) < 1e-12
+    return early[0]
+
+
+@pytest.mark.parametrize("sharding", ["kept_params", "params"])
+def test_what_a_call_that_breaks_off_has_under_way_keeps_its_memory(
+    sharding: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    assert ranks(2).run(freed_too_soon, sharding, str(tmp_path)) == [0, 0]
 
 
 class Repeated(nn.Module):

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from pyrannc.job import process
-from pyrannc.store import gradients
+from pyrannc.store import gradients, spread_sums
 from pyrannc.store.buckets import Bucket, SharedParam
 from pyrannc.store.spread_sums import SpreadSums
 from tests.ranks import RankPool
@@ -124,6 +125,64 @@ def _job_in_parts() -> tuple[list[str], list[Tensor]]:
     with patch.object(SpreadSums, "finish", finished):
         current = _run(gradients.Gradients(params, buckets, {}, lambda _: None), buckets, log)
     return log, list(current.flats.values())
+
+
+class Failing(list[str]):
+    """A log during which a backward raises."""
+
+    def append(self, text: str) -> None:
+        if text == "backward of layer 0":
+            raise ValueError(text)
+        super().append(text)
+
+
+class Noted:
+    """What is under way, and whether somebody has waited for it."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self.awaited = work, False
+
+    def wait(self) -> None:
+        self.awaited = True
+        self._work.wait()
+
+
+def _job_after_failure(in_parts: bool) -> tuple[list[bool], list[Tensor]]:
+    """Whether the sums of a backward that has failed were waited for before the next one, whose sums come with it."""
+    process.ensure_process_group()
+    params, log = _params(), list[str]()
+    buckets = _buckets(params, PARAMS)
+    if in_parts:
+        buckets = [_spread(bucket, LAYERS - 1 - bucket.number) for bucket in buckets]
+    made, noted = gradients.Gradients(params, buckets, {}, lambda _: None), list[Noted]()
+    start_sum, scatter_sum = gradients.start_sum, spread_sums.scatter_sum
+
+    def started(*args: Any) -> Any:
+        noted.append(Noted(start_sum(*args)))
+        return noted[-1]
+
+    def scattered(*args: Any) -> Any:
+        own, works = scatter_sum(*args)
+        noted.extend(map(Noted, works))
+        return own, noted[-len(works) :]
+
+    with (
+        patch.object(gradients, "start_sum", started),
+        patch.object(spread_sums, "scatter_sum", scattered),
+        pytest.raises(ValueError, match="layer 0"),
+    ):
+        _run(made, buckets, Failing())
+    made.begin({})
+    awaited = [work.awaited for work in noted]
+    return awaited, list(_run(made, buckets, log).flats.values())
+
+
+def test_sums_of_a_backward_that_fails_are_waited_for_before_the_next_one(ranks: Ranks) -> None:
+    for in_parts in (False, True):
+        for awaited, sums in ranks(2).run(_job_after_failure, in_parts):
+            assert awaited == [True] * (LAYERS - 1)
+            kept = PARAMS * LAYERS * ELEMENTS // (2 if in_parts else 1)
+            assert sum(int((found == 2.0).sum()) for found in sums) == kept
 
 
 def test_a_sum_starts_when_its_gradients_are_there(ranks: Ranks) -> None:

@@ -80,7 +80,8 @@ class StageContext:
         return [self.code, *prologue, *([] if self.tail is None else [self.tail])]
 
     def forget_messages(self) -> None:
-        """Drops what a run that broke off had under way."""
+        """Drops what a recording that failed had under way: nothing has moved."""
         self.channels.forget_sends()
+        self.gradients.forget_sums()
         for bucket in self.gradients.gathered.values():
             bucket.forget_gathers()

@@ -98,14 +98,14 @@ class SpanGathers:
         self._reach_all()
 
     def begin_run(self, *, backward: bool) -> None:
-        """Drops what a run that broke off has left, and starts to gather what stays whole to the end of this one for
+        """Ends what a run that broke off has left, and starts to gather what stays whole to the end of this one for
         the Spans that come first.
 
         Args:
             backward: no forward comes, so that the last Span is the first that computes.
         """
         for bucket in self._types:
-            bucket.forget_gathers()
+            bucket.release()
         order = self._spans[::-1] if backward else self._spans
         for span in order[:_SPANS_AT_BEGIN]:
             for bucket in self._needs[span]:

@@ -129,7 +129,7 @@ class GatheredBucket:
         self._works.clear()
 
     def forget_gathers(self) -> None:
-        """Waits for none of them, and frees what was gathered."""
+        """Of a recording that failed, in which nothing moved: frees what was gathered."""
         self._works.clear()
         self.release()
 
@@ -139,7 +139,7 @@ class GatheredBucket:
             self.release()
 
     def release(self) -> None:
-        """Frees what was gathered."""
+        """Frees what was gathered, once it is there: what still comes would be written to memory of others."""
         if self._is_started:
             self.wait()
             self._empty()

@@ -123,14 +123,13 @@ class Gradients:
         """
         if self._filling is not None:
             self._clear_leaves()
+            self._await_sums()
         if copies is not self._copies:
             self._copies, self._leaves_of = copies, self._leaves_with(copies)
         if current is None:
             current = self._free_set()
         current.begin()
         self._filling = weakref.ref(current)
-        self._works.clear()
-        self._scattering.clear()
         self._due.clear()
         self._open.clear()
         self._started.clear()
@@ -153,6 +152,18 @@ class Gradients:
                 f"{held.nbytes / 2**20:.1f} MiB more on this rank than the plan counts; unless they are to add up, "
                 "call optimizer.zero_grad() before the model, not between the model and loss.backward()"
             )
+
+    def _await_sums(self) -> None:
+        """Of a step that failed, whose gradients may lie where those of the next one are to be written."""
+        self._finish_scattering()
+        for work, _, _ in self._works:
+            work.wait()
+        self._works.clear()
+
+    def forget_sums(self) -> None:
+        """Of a recording that failed: nothing was summed."""
+        self._works.clear()
+        self._scattering.clear()
 
     def _clear_leaves(self) -> None:
         """After a step that failed."""
