@@ -28,6 +28,7 @@ class Graphs:
         used: graphs by pool.
         failing: so many do not begin.
         is_full: nothing but graphs has memory left.
+        is_running: a replay may not have ended.
         held_bytes: by tensors, now.
         most_bytes: likewise, the most until now.
         blocks: with what block each recording was to begin.
@@ -35,7 +36,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.stream: object = "own"
-        self.is_full = False
+        self.is_full = self.is_running = False
         self.held_bytes = self.most_bytes = 100
         self.used: Counter[int] = Counter()
         self.failing = 0
@@ -83,6 +84,7 @@ class FakeRecording:
         return {}
 
     def reset(self) -> None:
+        assert not self.graphs.is_running, "what a replay reads and writes would be given to others"
         self.graphs.held_bytes -= 10
         self.graphs.used[self.pool] -= 1
 
@@ -98,8 +100,8 @@ class Watched:
 class Replay:
     """Of a recording."""
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def __init__(self, recording: FakeRecording, *_: Any) -> None:
+        recording.graphs.is_running = True
 
 
 class Caller:
@@ -140,11 +142,14 @@ def graphs() -> Iterator[Graphs]:
     def set_stream(stream: object) -> None:
         made.stream = stream
 
+    def synchronize() -> None:
+        made.is_running = False
+
     cuda: dict[str, Any] = {
         "graph_pool_handle": lambda: next(pools),
         "current_stream": lambda _: made.stream,
         "set_stream": set_stream,
-        "synchronize": lambda: None,
+        "synchronize": synchronize,
         "empty_cache": lambda: None,
         "memory_reserved": lambda _: 60 * sum(made.used.values()),
         "memory_allocated": lambda _: made.held_bytes,
@@ -191,6 +196,17 @@ def test_nothing_is_recorded_while_a_watched_backward_is_to_come(graphs: Graphs)
     late.is_open = False
     assert stage.step() is Replay
     assert list(graphs.used.values()) == [1]
+
+
+def test_graphs_go_once_they_have_run(graphs: Graphs) -> None:
+    stage = Stage()
+    ends = [lambda: stage.recordings.forget(stage.context), stage.recordings.forget_all, stage.recordings.drop]
+    for end in ends:
+        while stage.step() is not Replay:
+            pass
+        assert graphs.is_running
+        end()
+        assert not graphs.is_running
 
 
 def test_what_was_one_input_may_be_two_later() -> None:

@@ -377,7 +377,6 @@ def _drop_graphs(recordings: weakref.ref[Recordings]) -> None:
     """Communicators wait for the graphs that use them, which a loss that the script still has would keep."""
     left = recordings()
     if left is not None:
-        torch.cuda.synchronize()
         left.drop()
 
 

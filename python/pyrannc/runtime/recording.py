@@ -121,8 +121,6 @@ class Recordings:
         key = id(task.context), id(task.program)
         known, codes = self._known.get(key), compiled_for(task)
         if known is not None and known.codes != codes and not self._awaits_backward:
-            if known.recordings:
-                torch.cuda.synchronize()
             self._drop(self._known.pop(key))
             known = None
         if known is None and len(self._known) < _MOST_PROGRAMS:
@@ -175,7 +173,6 @@ class Recordings:
     ) -> Recording | None:
         recording = known.recordings.get(room)
         if recording is not None and recording.is_stale:
-            torch.cuda.synchronize()
             self._drop(known)
             recording = None
         if recording is not None:
@@ -222,7 +219,6 @@ class Recordings:
             return recording.room_for_outputs()
         except torch.OutOfMemoryError:
             known.note_failure("there is no memory for its outputs beside the graphs")
-            torch.cuda.synchronize()
             self._drop(known)
             torch.cuda.empty_cache()
             return None
@@ -236,10 +232,12 @@ class Recordings:
         left = left_bytes(torch.device("cuda", torch.cuda.current_device()))
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self._bytes
         if left + max(0, unused) < self._bytes:
-            torch.cuda.synchronize()
             self.drop()
 
     def _drop(self, known: Known) -> None:
+        if known.recordings:
+            # Replays may still run, on any stream, in memory that others take next.
+            torch.cuda.synchronize()
         for recording in known.recordings.values():
             recording.reset()
         known.recordings.clear()
