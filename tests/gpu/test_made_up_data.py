@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributions as D
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim import SGD
 
@@ -84,7 +86,52 @@ class Mapped(nn.Module):
         return torch.func.vmap(torch.dot)(self.layers(x), x * other).square().mean()
 
 
-MODELS = {"permuted": Permuted, "packed": Packed, "mapped": Mapped, "scripted": Scripted}
+class Mixture(nn.Module):
+    """Asks of all that it computes whether it is valid, which made-up answers say it is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.heads = nn.Linear(WIDTH, 9)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        shares, means, sizes = self.heads(self.layers(x)).chunk(3, 1)
+        parts = D.Categorical(shares.softmax(1)), D.Normal(means, sizes.exp())
+        return -D.MixtureSameFamily(*parts, validate_args=True).log_prob(other.squeeze(1)).mean()  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+class NotNegative(Function):
+    """What the host raises an error for, and a GPU ends the process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch._assert_async((x >= 0).all())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Asserting(nn.Module):
+    """Has a function that made-up numbers are not for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return (NotNegative.apply(self.layers(x).square()) * other).mean()  # type: ignore[no-any-return]
+
+
+MODELS = {
+    "permuted": Permuted,
+    "packed": Packed,
+    "mapped": Mapped,
+    "scripted": Scripted,
+    "mixture": Mixture,
+    "asserting": Asserting,
+}
 
 
 def _batch(name: str, step: int) -> tuple[Tensor, Tensor]:

@@ -511,6 +511,10 @@ def _device_of(node: fx.Node) -> torch.device:
     return next((value.device for value in made if isinstance(value, Tensor)), torch.device("cpu"))
 
 
+_KNOWN = ("aten", "pyrannc")
+"""Namespaces of operators whose treatment of rows is known."""
+
+
 def is_tried(node: fx.Node) -> bool:
     """True for a call whose treatment of rows can only be tried."""
     return _call_of_the_user(node) is not None
@@ -520,7 +524,7 @@ def _call_of_the_user(node: fx.Node) -> Callable[..., Any] | None:
     """What the user's own code does here, whose treatment of rows can only be tried; it takes arguments by position."""
     target = node.target
     own = isinstance(target, OpaqueCall) and not isinstance(target, (Apart, GradientHook))
-    if own or (isinstance(target, OpOverload) and target.namespace != "aten"):
+    if own or (isinstance(target, OpOverload) and target.namespace not in _KNOWN):
         assert callable(target), "a call"
         return partial(getattr(target, "tried", None) or target, **node.kwargs)
     return None

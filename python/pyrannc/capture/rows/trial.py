@@ -6,13 +6,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyrannc.capture.nodes.bounds import within_bounds
 from pyrannc.capture.nodes.chance import alike_draws, torch_draws
 from pyrannc.capture.nodes.dims import Dim
 from pyrannc.capture.nodes.progress import goes_on
@@ -155,10 +156,11 @@ def _rows_shown_by(
     """Likewise, at the first place where the call can be tried; None where there is none."""
     for place in places:
         try:
-            if not _has_chosen(operands) and _holds_for_parts(call, operands, place, laws):
-                # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
-                return _holds(call, operands, place, many, least, laws[:1])
-            return _holds(call, operands, place, many, least, laws)
+            with nullcontext() if place.type == "cpu" else within_bounds():
+                if not _has_chosen(operands) and _holds_for_parts(call, operands, place, laws):
+                    # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
+                    return _holds(call, operands, place, many, least, laws[:1])
+                return _holds(call, operands, place, many, least, laws)
         except Exception as error:  # whatever the user's code raises: it cannot be tried there
             if _ends_a_gpu(error):
                 return None
