@@ -6,7 +6,7 @@ import logging
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from unittest.mock import patch
 from zlib import crc32
@@ -89,9 +89,9 @@ def fresh() -> Iterator[None]:
 
 @contextmanager
 def _rehearsals(name: str) -> Iterator[None]:
-    """Every other habit's ranks rehearse their steps, as on GPUs."""
+    """Every other habit's ranks rehearse their steps, as on GPUs, where what stays whole waits for the device."""
     if crc32(name[::-1].encode()) % 2:
-        with patch.object(rehearsal, "is_needed", lambda context, program: True):
+        with patch.multiple(rehearsal, is_needed=lambda *_: True, waits_noted=lambda _: nullcontext(["a place"])):
             yield
     else:
         yield

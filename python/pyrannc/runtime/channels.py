@@ -41,7 +41,10 @@ class Channels:
 
     Attributes:
         closed: the deployment has ended.
+        by_hosts: no message takes a kernel that waits for its peer.
     """
+
+    by_hosts = False
 
     def __init__(self, device: torch.device) -> None:
         self._rank = dist.get_rank()
@@ -85,7 +88,7 @@ class Channels:
         under_way = self._sends.setdefault(peer, deque())
         while window is not None and len(under_way) >= window:
             under_way.popleft().wait()
-        under_way.append(_UnderWay(microbatch, [(self._start(peer, tensor), tensor) for tensor in tensors]))
+        under_way.append(_UnderWay(microbatch, [self._start(peer, tensor) for tensor in tensors]))
 
     def let_go(self, peer: int, microbatch: int) -> None:
         """What has been sent to a peer up to this microbatch, whose answer has come, is not kept any longer."""
@@ -93,10 +96,10 @@ class Channels:
         while under_way and under_way[0].microbatch <= microbatch:
             under_way.popleft().wait()
 
-    def _start(self, peer: int, tensor: Tensor) -> Work:
+    def _start(self, peer: int, tensor: Tensor) -> tuple[Work, Tensor]:
         work = dist.isend(as_sent(tensor), peer, group=self._groups[peer > self._rank])
         assert work is not None, "this rank is a member of its own channels"
-        return work
+        return work, tensor
 
     def receive(self, peer: int, into: Tensor) -> Work:
         """Starts to receive into a contiguous tensor."""

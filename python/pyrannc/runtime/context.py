@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,7 @@ class StageContext:
         buffers: the Stage's buffers and constants by Value id.
         stage_of: the Stage of each rank.
         exchanges: between the ranks' own batches and the Stages.
+        by_hosts: where code stays whole: makes channels and exchanges by way of hosts, on all ranks together.
         totals: over which outputs without rows are summed, beside all other messages; without it after them.
         rehearsed: programs whose kernels have been loaded, by ``id``.
     """
@@ -62,6 +63,7 @@ class StageContext:
     timing: Timing
     device: torch.device
     totals: Group | None
+    by_hosts: Callable[[], tuple[Channels, Exchanges]] | None = None
     rehearsed: set[int] = field(default_factory=set)
 
     @property

@@ -71,7 +71,7 @@ class Executor:
             self._context.code.watch.begin_run(backward=not any(map(_is_forward, actions)))
         ends = (i for i, action in enumerate(actions) if isinstance(action, Backward | BackwardWeight))
         last_backward = max(ends, default=-1)
-        forwards_end = self._forwards_end(actions)
+        forwards_end, late = self._forwards_end(actions), list[AllReduce]()
         for index, action in enumerate(actions):
             if when_forward is not None and index == forwards_end:
                 when_forward()
@@ -92,13 +92,19 @@ class Executor:
                 self._batch.exchange(action, self._seat.outputs, self._seat.input_grads)
             elif isinstance(action, AllReduce) and reduce:
                 assert current is not None, "a run with sums has gradients"
-                gradients.sum(current, action.bucket, filled=index > last_backward)
+                if self._context.channels.by_hosts:
+                    # Nor does a sum take a kernel that waits for others.
+                    late.append(action)
+                else:
+                    gradients.sum(current, action.bucket, filled=index > last_backward)
             elif isinstance(action, ReduceScatter):
                 assert current is not None, "a run with sums has gradients"
                 gradients.sum(current, action.bucket, filled=not self._seat.has_rows(action.microbatch))
             elif isinstance(action, AllGather):
                 self._gather(action)
         if current is not None:
+            for action in late:
+                gradients.sum(current, action.bucket, filled=True)
             gradients.finish(current)
         self._context.channels.finish()
         self._batch.finish()
@@ -120,8 +126,9 @@ class Executor:
             self._seat.backward_weight(action.microbatch, keep_graph=keep_graph, last=last)
 
     def _forwards_end(self, actions: Sequence[Action]) -> int:
-        """The place behind the last forward and what it sends. Messages without a group of their own come last."""
-        if self._context.totals is None:
+        """The place behind the last forward and what it sends. Messages without a group of their own come last, and so
+        do all where nothing on the device waits for others while a Stage computes."""
+        if self._context.totals is None or self._context.channels.by_hosts:
             return len(actions)
         end = max((place for place, action in enumerate(actions, 1) if isinstance(action, Forward)), default=0)
         while end < len(actions) and isinstance(actions[end], Send | Exchange):

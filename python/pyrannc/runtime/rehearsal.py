@@ -2,7 +2,9 @@
 
 CUDA loads a kernel when it is launched first, and may wait for all that runs on the device before it does. A kernel
 that receives runs until its peer sends. Two ranks that each load a kernel while they receive from one another would
-wait for ever, so every kernel of a step is launched once while nothing is under way.
+wait for ever, so every kernel of a step is launched once while nothing is under way. Code that stays whole and decides
+by what it computes may launch others later: after a rehearsal in which it waits for the device to know that, messages
+go by way of hosts.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from pyrannc.core.program import Action, AllGather, Exchange, Message, RankProgram, ReduceScatter
 from pyrannc.errors import first_line
+from pyrannc.job import agree
 from pyrannc.job.exchange import Work
 from pyrannc.log import get_logger
 from pyrannc.runtime.batch import Batch, OfBatch
@@ -26,6 +29,7 @@ from pyrannc.runtime.exchanges import Exchanges
 from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.loss import Weights
 from pyrannc.runtime.seat import Seat
+from pyrannc.runtime.waits import waits_noted
 
 _log = get_logger("RaNNCModule")
 
@@ -45,8 +49,18 @@ def rehearse_once(context: StageContext, program: RankProgram, inputs: OfBatch, 
         inputs: the rank's own.
         weights: of the outputs.
     """
-    if id(program) in context.rehearsed or not is_needed(context, program):
+    if id(program) in context.rehearsed:
         return
+    waits = _waits_in(context, program, inputs, weights) if is_needed(context, program) else []
+    if context.by_hosts is not None and (found := [place for own in agree.gather_objects(waits) for place in own]):
+        _log.info("messages between ranks go by way of hosts: the model waits for the device at %s", found[0])
+        context.channels, context.exchanges = context.by_hosts()
+        context.by_hosts = None
+    context.rehearsed.add(id(program))
+
+
+def _waits_in(context: StageContext, program: RankProgram, inputs: OfBatch, weights: Weights) -> list[str]:
+    """Rehearses a program; where it has waited for the device, as far as somebody has to know."""
     exchanges = _OfInputs(context.exchanges, context.device)
     buffers = {value: tensor.clone() for value, tensor in context.buffers.items()}
     alone = replace(context, channels=_NoChannels(context.device), exchanges=exchanges, buffers=buffers)
@@ -55,13 +69,16 @@ def rehearse_once(context: StageContext, program: RankProgram, inputs: OfBatch, 
         batch.exchange(action, {}, {})
     batch.finish()
     exchanges.end()
+    waits: list[str] = []
     try:
-        _rehearse(alone, program, batch, weights)
+        with nullcontext(waits) if context.by_hosts is None else waits_noted(context.device) as waits:
+            _rehearse(alone, program, batch, weights)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model raises for zeros; the step itself has no such
         _log.debug("the rehearsal of a step has ended early: %s", first_line(error))
-    context.rehearsed.add(id(program))
+        waits = [*waits, "what its rehearsal has not come to"]
+    return waits
 
 
 def _rehearse(alone: StageContext, program: RankProgram, batch: Batch, weights: Weights) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -21,13 +20,12 @@ from pyrannc.runtime.cuda_graph import Recording, Seen, versions
 from pyrannc.runtime.peaks import Growth
 from pyrannc.runtime.run import OfOutputs, Run, Task
 from pyrannc.runtime.timing import StepMarks
+from pyrannc.runtime.waits import waits_noted
 from pyrannc.store.gradient_set import GradientSet
 
 _MOST_WAITING = 2
 _MOST_FAILURES = 2
 """What fails once may have been in the way of something that is gone the next time."""
-_WAITS = "synchronizing CUDA operation"
-_OF_WATCHING = "Synchronization debug mode"
 
 
 class Caller(Protocol):
@@ -134,21 +132,12 @@ class WatchedRun(Run):
     def _watching(self) -> Iterator[None]:
         randomness = self._known.context.randomness
         randomness.noted = self._seen.places
-        with self._growth.measured(), warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            before = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
+        try:
+            with self._growth.measured(), waits_noted(self._known.context.device) as waits:
                 yield
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
-                randomness.noted = None
-        told = [warning for warning in seen if _OF_WATCHING not in str(warning.message)]
-        waits = [warning for warning in told if _WAITS in str(warning.message)]
+        finally:
+            randomness.noted = None
         self._waits |= bool(waits)
-        for warning in told:
-            if warning not in waits:
-                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def why_not(context: StageContext, variant: Variant, program: RankProgram) -> str:

@@ -9,3 +9,4 @@ mod oracle;
 mod refused;
 mod shared;
 mod views;
+mod waiting;
