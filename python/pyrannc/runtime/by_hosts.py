@@ -3,7 +3,8 @@
 A message of NCCL is a kernel that runs until its peer comes to it, and CUDA may wait for all that runs on a device
 before it loads a kernel that it has not launched yet. Which ones code launches that decides by what it computes, such
 as a mixture by how many tokens come to an expert, no rehearsal can tell, and two ranks that load one while each waits
-for the other's message wait for ever. Here nothing on the device waits for a peer while a Stage computes.
+for the other's message wait for ever. Here no device waits for a peer while a Stage computes, but for what Replicas
+gather and sum in parts, to which all of them come in one order.
 """
 
 from __future__ import annotations
@@ -11,13 +12,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pyrannc.job.exchange import Group, Work, as_sent
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.collectives import beside_all, close
 from pyrannc.runtime.exchanges import Exchanges
+
+
+class ByHosts:
+    """Those of a deployment, once somebody needs them.
+
+    Args:
+        device: where the tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: tuple[Channels, Exchanges] | None = None
+
+    def get(self) -> tuple[Channels, Exchanges]:
+        """All ranks call it."""
+        if self._made is None:
+            self._made = ChannelsByHosts(self._device), ExchangesByHosts(self._device)
+        return self._made
+
+    def close(self) -> None:
+        """Destroys the communicators."""
+        for each in self._made or ():
+            each.close()
 
 
 class ChannelsByHosts(Channels):
@@ -71,7 +94,7 @@ class ExchangesByHosts(Exchanges):
         return [_Landing(work, host, into) for work, (host, into) in zip(works, [*places, *kept], strict=True)]
 
 
-class _Landing(dist.Work):
+class _Landing(Work):
     """What is under way between hosts, and where it goes from there."""
 
     def __init__(self, work: Work, host: Tensor, into: Tensor | None) -> None:

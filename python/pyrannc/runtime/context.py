@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,9 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
+from pyrannc.core.program import RankProgram
 from pyrannc.job.exchange import Group
+from pyrannc.runtime.by_hosts import ByHosts
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.exchanges import Exchanges
 from pyrannc.runtime.position import ActionRecord
@@ -38,9 +40,9 @@ class StageContext:
         buffers: the Stage's buffers and constants by Value id.
         stage_of: the Stage of each rank.
         exchanges: between the ranks' own batches and the Stages.
-        by_hosts: where code stays whole: makes channels and exchanges by way of hosts, on all ranks together.
+        by_hosts: where code stays whole: other channels and exchanges, which it may need.
         totals: over which outputs without rows are summed, beside all other messages; without it after them.
-        rehearsed: programs whose kernels have been loaded, by ``id``.
+        rehearsed: programs whose kernels have been loaded, by ``id``, which none has after one of them has gone.
     """
 
     facts: GraphFacts
@@ -63,8 +65,8 @@ class StageContext:
     timing: Timing
     device: torch.device
     totals: Group | None
-    by_hosts: Callable[[], tuple[Channels, Exchanges]] | None = None
-    rehearsed: set[int] = field(default_factory=set)
+    by_hosts: ByHosts | None = None
+    rehearsed: dict[int, RankProgram] = field(default_factory=dict)
 
     @property
     def seeds_generator(self) -> bool:

@@ -19,7 +19,7 @@ from pyrannc.core.plan import PlanFacts, StagePlan
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import PlanError
 from pyrannc.job import agree, process
-from pyrannc.runtime.by_hosts import ChannelsByHosts, ExchangesByHosts
+from pyrannc.runtime.by_hosts import ByHosts
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.collectives import Groups, beside_all, close
 from pyrannc.runtime.compiling import Compiling
@@ -103,7 +103,8 @@ class Deployment:
         self._groups, self._gathering_groups = Groups(), Groups(apart=True)
         self._channels = Channels(device)
         self._exchanges = Exchanges(device)
-        made = self._channels, self._exchanges, self._groups, self._gathering_groups
+        self._by_hosts = ByHosts(device)
+        made = self._channels, self._exchanges, self._by_hosts, self._groups, self._gathering_groups
         self._ends: list[Callable[[], None]] = [each.close for each in made]
         if self.recordings is not None:
             self._ends.insert(0, partial(_drop_graphs, weakref.ref(self.recordings)))
@@ -266,7 +267,7 @@ class Deployment:
             timing=self.timing,
             device=self.device,
             totals=self._totals,
-            by_hosts=partial(_by_hosts, self.device, self._ends) if variant.whole_part and self.stages > 1 else None,
+            by_hosts=self._by_hosts if variant.whole_part else None,
         )
 
     def _make_tail(self, variant: Variant) -> TailCode | None:
@@ -373,12 +374,6 @@ class Deployment:
         self.store.bring_back()
         self._dropped.detach()
         _call_all(self._ends)
-
-
-def _by_hosts(device: torch.device, ends: list[Callable[[], None]]) -> tuple[Channels, Exchanges]:
-    made = ChannelsByHosts(device), ExchangesByHosts(device)
-    ends += [each.close for each in made]
-    return made
 
 
 def _drop_graphs(recordings: weakref.ref[Recordings]) -> None:

@@ -93,7 +93,7 @@ class Executor:
             elif isinstance(action, AllReduce) and reduce:
                 assert current is not None, "a run with sums has gradients"
                 if self._context.channels.by_hosts:
-                    # Nor does a sum take a kernel that waits for others.
+                    # Nor does a kernel of a sum wait for other ranks.
                     late.append(action)
                 else:
                     gradients.sum(current, action.bucket, filled=index > last_backward)
@@ -127,7 +127,7 @@ class Executor:
 
     def _forwards_end(self, actions: Sequence[Action]) -> int:
         """The place behind the last forward and what it sends. Messages without a group of their own come last, and so
-        do all where nothing on the device waits for others while a Stage computes."""
+        do all where messages go by way of hosts, so that no device waits while a Stage computes."""
         if self._context.totals is None or self._context.channels.by_hosts:
             return len(actions)
         end = max((place for place, action in enumerate(actions, 1) if isinstance(action, Forward)), default=0)

@@ -51,16 +51,18 @@ def rehearse_once(context: StageContext, program: RankProgram, inputs: OfBatch, 
     """
     if id(program) in context.rehearsed:
         return
-    waits = _waits_in(context, program, inputs, weights) if is_needed(context, program) else []
-    if context.by_hosts is not None and (found := [place for own in agree.gather_objects(waits) for place in own]):
-        _log.info("messages between ranks go by way of hosts: the model waits for the device at %s", found[0])
-        context.channels, context.exchanges = context.by_hosts()
+    doubts = _rehearsed(context, program, inputs, weights) if is_needed(context, program) else []
+    if context.by_hosts is not None and (found := [doubt for own in agree.gather_objects(doubts) for doubt in own]):
+        _log.info(
+            "messages between ranks go by way of hosts: what a step computes with is not known before, as %s", found[0]
+        )
+        context.channels, context.exchanges = context.by_hosts.get()
         context.by_hosts = None
-    context.rehearsed.add(id(program))
+    context.rehearsed[id(program)] = program
 
 
-def _waits_in(context: StageContext, program: RankProgram, inputs: OfBatch, weights: Weights) -> list[str]:
-    """Rehearses a program; where it has waited for the device, as far as somebody has to know."""
+def _rehearsed(context: StageContext, program: RankProgram, inputs: OfBatch, weights: Weights) -> list[str]:
+    """Does so; why its kernels may not be all there are, as far as somebody has to know."""
     exchanges = _OfInputs(context.exchanges, context.device)
     buffers = {value: tensor.clone() for value, tensor in context.buffers.items()}
     alone = replace(context, channels=_NoChannels(context.device), exchanges=exchanges, buffers=buffers)
@@ -77,8 +79,9 @@ def _waits_in(context: StageContext, program: RankProgram, inputs: OfBatch, weig
         raise
     except Exception as error:  # whatever a model raises for zeros; the step itself has no such
         _log.debug("the rehearsal of a step has ended early: %s", first_line(error))
-        waits = [*waits, "what its rehearsal has not come to"]
-    return waits
+        return ["its rehearsal has ended early"]
+    by_chance = ["it draws from Python or NumPy"] if context.seeds_others else []
+    return [f"it waits for the device at {place}" for place in waits] + by_chance
 
 
 def _rehearse(alone: StageContext, program: RankProgram, batch: Batch, weights: Weights) -> None:

@@ -30,6 +30,6 @@ def waits_noted(device: torch.device) -> Iterator[list[str]]:
             told = [warning for warning in seen if _OF_WATCHING not in str(warning.message)]
             waits = [warning for warning in told if _WAITS in str(warning.message)]
             found += [f"{warning.filename}:{warning.lineno}" for warning in waits]
-    for warning in told:
-        if warning not in waits:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    others = {(str(w.message), w.filename, w.lineno): w for w in told if w not in waits}
+    for warning in others.values():
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
