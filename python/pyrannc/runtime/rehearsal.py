@@ -51,18 +51,19 @@ def rehearse_once(context: StageContext, program: RankProgram, inputs: OfBatch, 
     """
     if id(program) in context.rehearsed:
         return
-    doubts = _rehearsed(context, program, inputs, weights) if is_needed(context, program) else []
+    doubts = _doubts_after(context, program, inputs, weights) if is_needed(context, program) else []
     if context.by_hosts is not None and (found := [doubt for own in agree.gather_objects(doubts) for doubt in own]):
         _log.info(
-            "messages between ranks go by way of hosts: what a step computes with is not known before, as %s", found[0]
+            "messages between ranks go by way of hosts: a step may load kernels that its rehearsal has not, since %s",
+            found[0],
         )
         context.channels, context.exchanges = context.by_hosts.get()
         context.by_hosts = None
     context.rehearsed[id(program)] = program
 
 
-def _rehearsed(context: StageContext, program: RankProgram, inputs: OfBatch, weights: Weights) -> list[str]:
-    """Does so; why its kernels may not be all there are, as far as somebody has to know."""
+def _doubts_after(context: StageContext, program: RankProgram, inputs: OfBatch, weights: Weights) -> list[str]:
+    """Rehearses a program; why a step may load more kernels than that, as far as somebody has to know."""
     exchanges = _OfInputs(context.exchanges, context.device)
     buffers = {value: tensor.clone() for value, tensor in context.buffers.items()}
     alone = replace(context, channels=_NoChannels(context.device), exchanges=exchanges, buffers=buffers)
@@ -79,7 +80,7 @@ def _rehearsed(context: StageContext, program: RankProgram, inputs: OfBatch, wei
         raise
     except Exception as error:  # whatever a model raises for zeros; the step itself has no such
         _log.debug("the rehearsal of a step has ended early: %s", first_line(error))
-        return ["its rehearsal has ended early"]
+        return ["that has ended early"]
     by_chance = ["it draws from Python or NumPy"] if context.seeds_others else []
     return [f"it waits for the device at {place}" for place in waits] + by_chance
 
