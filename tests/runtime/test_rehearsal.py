@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -35,13 +34,10 @@ class Net(nn.Module):
 
 def train(rehearsed: bool) -> dict[str, torch.Tensor]:
     """The state after some steps."""
-    rehearse, count = rehearsal._rehearse, [0]
-
-    def counted(*args: Any) -> None:
-        count[0] += 1
-        rehearse(*args)
-
-    with patch.multiple(rehearsal, is_needed=lambda context, program: rehearsed, _rehearse=counted):
+    with (
+        patch.object(rehearsal, "is_needed", lambda context, program: rehearsed),
+        patch.object(rehearsal, "_rehearse", wraps=rehearsal._rehearse) as rehearse,
+    ):
         torch.manual_seed(0)
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -54,7 +50,7 @@ def train(rehearsed: bool) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             model(torch.randn(ROWS[pyrannc.get_rank()], 6))
         state = copy.deepcopy(model.state_dict(rank0_only=False))
-        assert count[0] == 2 * rehearsed
+        assert rehearse.call_count == 2 * rehearsed
         model.undeploy()
         return state
 

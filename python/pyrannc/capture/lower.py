@@ -51,6 +51,8 @@ _DTYPES = (
 _INT64_MAX = 2**63 - 1
 _MOST_SIZES = 16
 """Integers for each row that may be sizes of something; rows of more, as of tokens, are others in each batch."""
+_KNOWN = ("aten", "pyrannc")
+"""Namespaces of operators whose treatment of rows is known."""
 ValueKey = tuple[fx.Node, int | None]
 
 
@@ -509,10 +511,6 @@ def _device_of(node: fx.Node) -> torch.device:
     """Where what a node is given will be."""
     made = (operand.meta.get("val") for operand in node.all_input_nodes)
     return next((value.device for value in made if isinstance(value, Tensor)), torch.device("cpu"))
-
-
-_KNOWN = ("aten", "pyrannc")
-"""Namespaces of operators whose treatment of rows is known."""
 
 
 def is_tried(node: fx.Node) -> bool:
